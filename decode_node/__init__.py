@@ -1,0 +1,1 @@
+"""The decode node daemon: pulls KV and generates."""

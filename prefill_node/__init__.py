@@ -1,0 +1,1 @@
+"""The prefill node daemon: computes prompts and leases their KV."""

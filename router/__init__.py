@@ -1,0 +1,1 @@
+"""The router daemon: requests in, deltas out, and which node does what."""

@@ -1,0 +1,1 @@
+"""The vocabulary everything else speaks. Nothing here knows torch or gRPC."""

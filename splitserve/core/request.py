@@ -1,0 +1,109 @@
+"""A request as a node knows it: tokens, never text."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from splitserve.core.errors import SplitserveError
+from splitserve.core.lifetime import LifetimeEvent
+from splitserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request stands on its node."""
+
+    WAITING = "waiting"
+    IMPORTING = "importing"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why an answer ended; the values are the wire's numbers."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log-probability under the model's unmodified distribution.
+
+    Attributes:
+        token_id: The generated token.
+        logprob: Its log-probability.
+        top: The most likely ``(token_id, logprob)`` pairs, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on one node.
+
+    Attributes:
+        request_id: The router's or client's name for it.
+        token_ids: Prompt, then what has been generated.
+        prompt_length: How many of them are the client's prompt.
+        sampling: With ``max_tokens`` and ``seed`` set by the router.
+        ticket: The router's name for this hand-over.
+        status: Where it stands.
+        block_ids: Its KV blocks in token order, on this node.
+        computed: Tokens whose KV is in the cache.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    ticket: str
+    status: RequestStatus = RequestStatus.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate; the router always sets it."""
+        limit = self.sampling.max_tokens
+        return DEFAULT_MAX_TOKENS if limit is None else limit
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.prompt_length + self.max_tokens
+
+    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Takes a sampled token and says whether it ends the answer."""
+        self.token_ids.append(token_id)
+        if token_id in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in eos_token_ids and not self.sampling.ignore_eos:
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.max_length:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(slots=True)
+class Progress:
+    """News of one request from its node.
+
+    Attributes:
+        request_id: Whose.
+        token_ids: Tokens sampled.
+        logprobs: One per token, if asked for.
+        events: On the node's clock.
+        finish_reason: Set: the answer is complete and the node holds nothing of it.
+        error: Set: the request failed here and the node holds nothing of it.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    events: list[LifetimeEvent] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: SplitserveError | None = None

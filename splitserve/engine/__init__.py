@@ -1,0 +1,1 @@
+"""What both kinds of node do: batches, workers, the step loop, standing up and draining."""

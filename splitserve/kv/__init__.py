@@ -1,0 +1,1 @@
+"""KV blocks: their shape, who holds them, and the memory they lie in."""

@@ -1,0 +1,1 @@
+"""gRPC set-up shared by all daemons, and the bridge between proto and vocabulary."""

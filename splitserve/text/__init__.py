@@ -1,0 +1,1 @@
+"""Text to tokens and back; only the router and clients need it."""
