@@ -50,7 +50,7 @@ class Request:
         token_ids: Prompt, then what has been generated.
         prompt_length: How many of them are the client's prompt.
         sampling: With ``max_tokens`` and ``seed`` set by the router.
-        ticket: The router's name for this hand-over.
+        ticket: The router's name for this attempt; the request's key on a node.
         status: Where it stands.
         block_ids: Its KV blocks in token order, on this node.
         computed: Tokens whose KV is in the cache.
@@ -93,7 +93,7 @@ class Progress:
     """News of one request from its node.
 
     Attributes:
-        request_id: Whose.
+        ticket: Whose, by the attempt's ticket.
         token_ids: Tokens sampled.
         logprobs: One per token, if asked for.
         events: On the node's clock.
@@ -101,7 +101,7 @@ class Progress:
         error: Set: the request failed here and the node holds nothing of it.
     """
 
-    request_id: str
+    ticket: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     events: list[LifetimeEvent] = field(default_factory=list)

@@ -221,7 +221,9 @@ class Assignment(_message.Message):
     prompt_length: _builtins.int
     """How many of `token_ids` are the client's prompt."""
     ticket: _builtins.str
-    """The router's name for this hand-over: unguessable, never used twice."""
+    """The router's name for this attempt and its hand-over: unguessable, never used for another.
+    On the work streams it is the request's key, as request ids are unique to one router only.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, and what has been generated so far."""
@@ -305,21 +307,21 @@ Global___DecodeStart: _TypeAlias = DecodeStart  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Drop a request and all it holds on this node. Unknown requests are ignored."""
+    """Drop a request and all it holds on this node. Unknown tickets are ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request."""
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    """The hand-over, as in its assignment."""
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,14 +429,14 @@ class Progress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request."""
+    ticket: _builtins.str
+    """The hand-over, as in its assignment: late news of an earlier attempt cannot be mistaken."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set: the answer is complete and the node holds nothing of the request."""
     @_builtins.property
@@ -456,7 +458,7 @@ class Progress(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        ticket: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         events: _abc.Iterable[_common_pb2.LifetimeEvent] | None = ...,
@@ -465,7 +467,7 @@ class Progress(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "events", b"events", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "events", b"events", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

