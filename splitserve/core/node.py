@@ -67,6 +67,6 @@ class NodeStatus:
     waiting: int
     running: int
     importing: int
-    prompt_tokens_total: int
-    generated_tokens_total: int
+    computed_tokens_total: int
+    sampled_tokens_total: int
     serving: bool

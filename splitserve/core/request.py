@@ -1,10 +1,11 @@
 """A request as a node knows it: tokens, never text."""
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 
 from splitserve.core.errors import SplitserveError
-from splitserve.core.lifetime import LifetimeEvent
+from splitserve.core.lifetime import KvTransfer, LifetimeEvent, LifetimeEventKind
 from splitserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams
 
 
@@ -54,6 +55,7 @@ class Request:
         status: Where it stands.
         block_ids: Its KV blocks in token order, on this node.
         computed: Tokens whose KV is in the cache.
+        events: What happened to it that its router has not been told.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
+    events: list[LifetimeEvent] = field(default_factory=list)
 
     @property
     def max_tokens(self) -> int:
@@ -86,6 +89,25 @@ class Request:
         if len(self.token_ids) >= self.max_length:
             return FinishReason.LENGTH
         return None
+
+    def stamp(self, kind: LifetimeEventKind, transfer: KvTransfer | None = None) -> None:
+        """Notes an event, now."""
+        self.events.append(LifetimeEvent(kind, time.time_ns(), transfer=transfer))
+
+    def tell(
+        self,
+        sample: TokenLogprob | None = None,
+        finish_reason: FinishReason | None = None,
+        error: SplitserveError | None = None,
+    ) -> "Progress":
+        """News for the router, with every event noted since the last."""
+        events, self.events = self.events, []
+        progress = Progress(self.ticket, events=events, finish_reason=finish_reason, error=error)
+        if sample is not None:
+            progress.token_ids.append(sample.token_id)
+            if self.sampling.logprobs is not None:
+                progress.logprobs.append(sample)
+        return progress
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from splitserve.core.request import TokenLogprob
+from splitserve.core.request import Request, TokenLogprob
 from splitserve.core.sampling import SamplingParams
 
 
@@ -22,24 +22,41 @@ class SampleSpec:
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, request: Request) -> "SampleSpec":
+        """How to sample the token behind all of the request's tokens."""
+        params, position = request.sampling, len(request.token_ids)
+        if not params.has_penalties:
+            return cls(params, position)
+        prompt = tuple(request.token_ids[: request.prompt_length])
+        return cls(params, position, prompt, tuple(request.token_ids[request.prompt_length :]))
+
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """One request's share of a step.
 
     Attributes:
-        request_id: Whose.
+        ticket: Whose, by the attempt's ticket.
         token_ids: Tokens to compute: a chunk of the prompt, or the last token.
         start: Position of the first of them; KV of all earlier ones is in the cache.
         block_ids: Enough blocks for ``start + len(token_ids)`` tokens, in token order.
         sample: None for a chunk that does not end the prompt.
     """
 
-    request_id: str
+    ticket: str
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[int, ...]
     sample: SampleSpec | None
+
+    @classmethod
+    def of(cls, request: Request, count: int) -> "BatchRow":
+        """The request's next ``count`` tokens; samples if they are its last."""
+        end = request.computed + count
+        tokens = tuple(request.token_ids[request.computed : end])
+        sample = SampleSpec.of(request) if end == len(request.token_ids) else None
+        return cls(request.ticket, tokens, request.computed, tuple(request.block_ids), sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ _MOVES = {
     (BlockState.FREE, BlockState.OWNED),
     (BlockState.OWNED, BlockState.FREE),
     (BlockState.OWNED, BlockState.LEASED),
-    (BlockState.LEASED, BlockState.FREE),
     (BlockState.LEASED, BlockState.QUARANTINED),
     (BlockState.QUARANTINED, BlockState.FREE),
 }

@@ -186,8 +186,8 @@ _STATUS_SCALARS = (
     "waiting",
     "running",
     "importing",
-    "prompt_tokens_total",
-    "generated_tokens_total",
+    "computed_tokens_total",
+    "sampled_tokens_total",
     "serving",
 )
 

@@ -25,7 +25,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 class RpcServer:
     """A gRPC server with health and reflection.
 
-    Add servicers to ``server``, then `start`. Health says NOT_SERVING until `set_serving`.
+    `bind`, add servicers to ``server``, then `start`. Health says NOT_SERVING until `set_serving`.
 
     Attributes:
         server: The grpc.aio server.
@@ -40,8 +40,8 @@ class RpcServer:
             (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
         )
 
-    async def start(self, listen: str) -> str:
-        """Serves on ``host:port`` and returns the address with the port taken.
+    def bind(self, listen: str) -> str:
+        """Takes ``host:port`` and returns the address with the port taken; call before `start`.
 
         Raises:
             UnavailableError: The address cannot be listened on.
@@ -55,9 +55,12 @@ class RpcServer:
                 f"listen: cannot serve on {listen}: the port is in use, "
                 "or the address is not one of this machine's"
             )
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    async def start(self) -> None:
+        """Answers calls from here on."""
         await self.set_serving(False)
         await self.server.start()
-        return f"{listen.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
         """Sets what the standard health service answers for every service here."""

@@ -229,8 +229,8 @@ class NodeStatus(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     IMPORTING_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
-    GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
     blocks_total: _builtins.int
     """All KV blocks."""
@@ -248,9 +248,9 @@ class NodeStatus(_message.Message):
     """Requests in the step loop."""
     importing: _builtins.int
     """Requests whose KV is being pulled."""
-    prompt_tokens_total: _builtins.int
-    """Prompt tokens computed since start."""
-    generated_tokens_total: _builtins.int
+    computed_tokens_total: _builtins.int
+    """Tokens run through the model since start."""
+    sampled_tokens_total: _builtins.int
     """Tokens sampled since start."""
     serving: _builtins.bool
     """Joined to a router, warm and not draining."""
@@ -270,13 +270,13 @@ class NodeStatus(_message.Message):
         waiting: _builtins.int = ...,
         running: _builtins.int = ...,
         importing: _builtins.int = ...,
-        prompt_tokens_total: _builtins.int = ...,
-        generated_tokens_total: _builtins.int = ...,
+        computed_tokens_total: _builtins.int = ...,
+        sampled_tokens_total: _builtins.int = ...,
         serving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "generated_tokens_total", b"generated_tokens_total", "importing", b"importing", "info", b"info", "prompt_tokens_total", b"prompt_tokens_total", "running", b"running", "serving", b"serving", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "computed_tokens_total", b"computed_tokens_total", "importing", b"importing", "info", b"info", "running", b"running", "sampled_tokens_total", b"sampled_tokens_total", "serving", b"serving", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

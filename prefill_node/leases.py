@@ -1,0 +1,137 @@
+"""Tickets: this node's hold on KV that a decode node is to pull, and the quarantine behind it.
+
+A lease lives from the end of prefill until it is released by its reader, ended by its router, or
+expired. Its blocks are nobody else's while it lives; after that they stay in quarantine for as
+long as a reader may still be copying them.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from splitserve.core.errors import NotFoundError
+from splitserve.kv.blocks import BlockManager
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A hold on one request's KV.
+
+    Attributes:
+        ticket: The router's name for the hand-over.
+        block_ids: The blocks, in token order.
+        num_tokens: Tokens with KV.
+        expires_at_s: When it ends unless renewed, on the clock of `Leases`.
+        readers: Who has it open; each may be copying.
+        live: Whether it still holds.
+    """
+
+    ticket: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    expires_at_s: float
+    readers: set[object] = field(default_factory=set)
+    live: bool = True
+
+
+class Leases:
+    """All leases of one prefill node.
+
+    Args:
+        blocks: The node's blocks; leasing and freeing go through it.
+        ttl_s: Life of a lease that nobody renews.
+        on_free: Called when blocks came back, so that waiting prompts are looked at again.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        ttl_s: float,
+        on_free: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocks = blocks
+        self._ttl_s = ttl_s
+        self._on_free = on_free
+        self._clock = clock
+        self._live: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, ticket: str) -> bool:
+        return ticket in self._live
+
+    def grant(self, ticket: str, block_ids: Iterable[int], num_tokens: int) -> None:
+        """Takes over a request's blocks: owned to leased."""
+        assert ticket not in self._live, "a ticket is never used twice"
+        held = tuple(block_ids)
+        self._blocks.lease(held)
+        self._live[ticket] = Lease(ticket, held, num_tokens, self._clock() + self._ttl_s)
+
+    def renew(self, tickets: Iterable[str]) -> None:
+        """Starts the time to live of these leases anew; ended ones stay ended."""
+        expires_at_s = self._clock() + self._ttl_s
+        for ticket in tickets:
+            if lease := self._live.get(ticket):
+                lease.expires_at_s = expires_at_s
+
+    def open(self, ticket: str, reader: object) -> Lease:
+        """Lets a reader copy. Every open is followed by `close`.
+
+        Raises:
+            NotFoundError: The ticket is not leased here, or no longer.
+        """
+        lease = self._live.get(ticket)
+        if lease is None:
+            raise NotFoundError("ticket: not leased here; its lease has ended or never was")
+        lease.readers.add(reader)
+        return lease
+
+    def close(self, lease: Lease, reader: object) -> None:
+        """The reader copies no more: it has released, failed or gone."""
+        lease.readers.discard(reader)
+        if not lease.live and not lease.readers:
+            self._free(lease)
+
+    def release(self, ticket: str, reader: object) -> bool:
+        """Ends the lease for a reader that is done.
+
+        Returns:
+            Whether the lease held from this reader's open to now. If not, what it copied may be
+            somebody else's.
+        """
+        lease = self._live.get(ticket)
+        if lease is None or reader not in lease.readers:
+            return False
+        self._end(lease)
+        self.close(lease, reader)
+        return True
+
+    def cancel(self, ticket: str) -> None:
+        """Ends a lease for its router; unknown tickets are ignored."""
+        lease = self._live.get(ticket)
+        if lease is None:
+            return
+        self._end(lease)
+        if not lease.readers:
+            self._free(lease)
+
+    def expire(self) -> list[str]:
+        """Ends every lease whose time is over, and names them."""
+        now = self._clock()
+        expired = [ticket for ticket, lease in self._live.items() if lease.expires_at_s <= now]
+        for ticket in expired:
+            self.cancel(ticket)
+        return expired
+
+    def _end(self, lease: Lease) -> None:
+        lease.live = False
+        del self._live[lease.ticket]
+        # Even with no reader left the blocks pass through quarantine: one way out of a lease.
+        self._blocks.quarantine(lease.block_ids)
+
+    def _free(self, lease: Lease) -> None:
+        self._blocks.free(lease.block_ids)
+        self._on_free()

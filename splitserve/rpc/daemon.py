@@ -1,0 +1,72 @@
+"""How every daemon's process starts, is told to stop, and ends."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+from splitserve.core.errors import SplitserveError
+from splitserve.core.logs import configure_logs
+
+log = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks to drain, the second to stop now.
+
+    Attributes:
+        drain: Set by the first signal.
+        now: Set by the second.
+    """
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        log.info("told to stop", extra={"signal": number.name})
+        (self.now if self.drain.is_set() else self.drain).set()
+
+    async def drained(self, idle: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until ``idle()``, the time is over, or a second signal; says whether idle."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not idle():
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0 or self.now.is_set():
+                return False
+            try:
+                await asyncio.wait_for(self.now.wait(), min(left, IDLE_POLL_S))
+            except TimeoutError:
+                continue
+        return True
+
+
+IDLE_POLL_S = 0.02
+
+
+def run_daemon(name: str, log_level: str, serve: Callable[[StopSignals], Awaitable[None]]) -> None:
+    """Runs a daemon to its end and exits the process.
+
+    Exit code 0 after a requested stop. A `SplitserveError` is one line on standard error and
+    exit code 1.
+    """
+    configure_logs(name, log_level)
+
+    async def main() -> None:
+        await serve(StopSignals())
+
+    try:
+        asyncio.run(main())
+    except SplitserveError as error:
+        sys.stderr.write(f"{name}: {error.message}\n")
+        sys.exit(1)
+
+
+def announce_ready(name: str, address: str) -> None:
+    """The one line a daemon writes to standard output."""
+    sys.stdout.write(f"{name} ready on {address}\n")
+    sys.stdout.flush()
