@@ -22,7 +22,7 @@ class Lease:
         block_ids: The blocks, in token order.
         num_tokens: Tokens with KV.
         expires_at_s: When it ends unless renewed, on the clock of `Leases`.
-        readers: Who has it open; each may be copying.
+        readings: Everybody who has it open; each may be copying.
         live: Whether it still holds.
     """
 
@@ -30,8 +30,21 @@ class Lease:
     block_ids: tuple[int, ...]
     num_tokens: int
     expires_at_s: float
-    readers: set[object] = field(default_factory=set)
+    readings: set["Reading"] = field(default_factory=set)
     live: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One reader's open of a lease.
+
+    Attributes:
+        lease: What it reads.
+        reader_epoch: Who reads.
+    """
+
+    lease: Lease
+    reader_epoch: str
 
 
 class Leases:
@@ -40,7 +53,6 @@ class Leases:
     Args:
         blocks: The node's blocks; leasing and freeing go through it.
         ttl_s: Life of a lease that nobody renews.
-        on_free: Called when blocks came back, so that waiting prompts are looked at again.
         clock: Seconds, monotonic.
     """
 
@@ -48,12 +60,10 @@ class Leases:
         self,
         blocks: BlockManager,
         ttl_s: float,
-        on_free: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._blocks = blocks
         self._ttl_s = ttl_s
-        self._on_free = on_free
         self._clock = clock
         self._live: dict[str, Lease] = {}
 
@@ -77,8 +87,8 @@ class Leases:
             if lease := self._live.get(ticket):
                 lease.expires_at_s = expires_at_s
 
-    def open(self, ticket: str, reader: object) -> Lease:
-        """Lets a reader copy. Every open is followed by `close`.
+    def open(self, ticket: str, reader_epoch: str) -> Reading:
+        """Lets a reader copy. Every open is followed by `close`, whatever comes between.
 
         Raises:
             NotFoundError: The ticket is not leased here, or no longer.
@@ -86,37 +96,39 @@ class Leases:
         lease = self._live.get(ticket)
         if lease is None:
             raise NotFoundError("ticket: not leased here; its lease has ended or never was")
-        lease.readers.add(reader)
-        return lease
+        reading = Reading(lease, reader_epoch)
+        lease.readings.add(reading)
+        return reading
 
-    def close(self, lease: Lease, reader: object) -> None:
+    def close(self, reading: Reading) -> None:
         """The reader copies no more: it has released, failed or gone."""
-        lease.readers.discard(reader)
-        if not lease.live and not lease.readers:
-            self._free(lease)
+        lease = reading.lease
+        lease.readings.remove(reading)
+        self._free_unless_held(lease)
 
-    def release(self, ticket: str, reader: object) -> bool:
-        """Ends the lease for a reader that is done.
+    def release(self, ticket: str, reader_epoch: str) -> bool:
+        """Ends the lease for a reader that is done; its blocks come back with its `close`.
 
         Returns:
             Whether the lease held from this reader's open to now. If not, what it copied may be
             somebody else's.
         """
         lease = self._live.get(ticket)
-        if lease is None or reader not in lease.readers:
+        if lease is None or all(r.reader_epoch != reader_epoch for r in lease.readings):
             return False
-        self._end(lease)
-        self.close(lease, reader)
+        self.cancel(ticket)
         return True
 
     def cancel(self, ticket: str) -> None:
-        """Ends a lease for its router; unknown tickets are ignored."""
+        """Ends a lease; unknown tickets are ignored."""
         lease = self._live.get(ticket)
         if lease is None:
             return
-        self._end(lease)
-        if not lease.readers:
-            self._free(lease)
+        lease.live = False
+        del self._live[ticket]
+        # Even with no reader left the blocks pass through quarantine: one way out of a lease.
+        self._blocks.quarantine(lease.block_ids)
+        self._free_unless_held(lease)
 
     def expire(self) -> list[str]:
         """Ends every lease whose time is over, and names them."""
@@ -126,12 +138,6 @@ class Leases:
             self.cancel(ticket)
         return expired
 
-    def _end(self, lease: Lease) -> None:
-        lease.live = False
-        del self._live[lease.ticket]
-        # Even with no reader left the blocks pass through quarantine: one way out of a lease.
-        self._blocks.quarantine(lease.block_ids)
-
-    def _free(self, lease: Lease) -> None:
-        self._blocks.free(lease.block_ids)
-        self._on_free()
+    def _free_unless_held(self, lease: Lease) -> None:
+        if not lease.live and not lease.readings:
+            self._blocks.free(lease.block_ids)

@@ -36,7 +36,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineConfig:
     """What a worker needs to stand up.
 
@@ -80,7 +80,7 @@ class EngineConfig:
             _at_least("max_model_len", self.max_model_len, 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NodeConfig:
     """What a node daemon is told at start.
 
@@ -131,7 +131,7 @@ class NodeConfig:
             _seconds(field, getattr(self, field))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RouterConfig:
     """What the router daemon is told at start.
 

@@ -5,7 +5,7 @@ Only ids live here; the memory is a worker's.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -47,11 +47,13 @@ class BlockManager:
     Attributes:
         num_blocks: All blocks.
         block_size: Tokens in a block.
+        on_free: Called whenever blocks came back, so that whoever waits for some looks again.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.on_free: Callable[[], None] = lambda: None
         self._state = [BlockState.FREE] * num_blocks
         # A stack: the block freed last is the likeliest to be in the processor's cache.
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -102,6 +104,7 @@ class BlockManager:
         ids = list(block_ids)
         self._move(ids, BlockState.FREE)
         self._free.extend(reversed(ids))
+        self.on_free()
 
     def _move(self, block_ids: Iterable[int], to: BlockState) -> None:
         ids = list(block_ids)

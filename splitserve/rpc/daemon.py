@@ -4,10 +4,13 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from splitserve.core.errors import SplitserveError
 from splitserve.core.logs import configure_logs
+
+C = TypeVar("C")
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +51,21 @@ class StopSignals:
 IDLE_POLL_S = 0.02
 
 
-def run_daemon(name: str, log_level: str, serve: Callable[[StopSignals], Awaitable[None]]) -> None:
-    """Runs a daemon to its end and exits the process.
+def run_daemon(
+    name: str,
+    log_level: str,
+    configure: Callable[[], C],
+    serve: Callable[[C, StopSignals], Coroutine[Any, Any, None]],
+) -> None:
+    """Runs a daemon to its end.
 
-    Exit code 0 after a requested stop. A `SplitserveError` is one line on standard error and
-    exit code 1.
+    Exit code 0 after a requested stop. A `SplitserveError`, from the configuration or while it
+    serves, is one line on standard error and exit code 1.
     """
     configure_logs(name, log_level)
 
     async def main() -> None:
-        await serve(StopSignals())
+        await serve(configure(), StopSignals())
 
     try:
         asyncio.run(main())

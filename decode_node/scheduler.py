@@ -1,0 +1,65 @@
+"""Decode: continuous batching; every request's blocks were reserved before it came here."""
+
+from splitserve.core.lifetime import LifetimeEventKind
+from splitserve.core.request import Progress, Request, TokenLogprob
+from splitserve.engine.batch import Batch, BatchRow, StepOutput
+from splitserve.engine.requests import LiveRequests
+from splitserve.kv.blocks import BlockManager
+
+
+class DecodeScheduler:
+    """Steps every running request by one token; requests join and leave between steps.
+
+    The import queue admits a request only with blocks for all its growth and a place in the
+    batch, so nothing here can run out.
+
+    Args:
+        blocks: The node's blocks.
+        eos_token_ids: Tokens that end an answer.
+    """
+
+    def __init__(self, blocks: BlockManager, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._running = LiveRequests(blocks)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Takes a request whose KV is here, all but its last token's."""
+        assert request.computed == len(request.token_ids) - 1
+        request.stamp(LifetimeEventKind.DECODE_BEGIN)
+        self._running.add(request)
+
+    def schedule(self) -> Batch | None:
+        """One token of every running request."""
+        if not len(self._running):
+            return None
+        batch = Batch(tuple(BatchRow.of(request, 1) for request in self._running))
+        self._running.begin_step(batch)
+        return batch
+
+    def update(self, batch: Batch, output: StepOutput) -> list[Progress]:
+        """Takes a step's tokens."""
+        self._running.end_step()
+        news = []
+        for row, sample in zip(batch.rows, output.samples, strict=True):
+            request = self._running.get(row.ticket)
+            if request is not None:
+                assert sample is not None, "every decode row samples"
+                news.append(self._next_token(request, sample))
+        return news
+
+    def finish(self, ticket: str) -> None:
+        """Drops a request."""
+        self._running.drop(ticket)
+
+    def _next_token(self, request: Request, sample: TokenLogprob) -> Progress:
+        request.computed += 1
+        finish_reason = request.append(sample.token_id, self._eos_token_ids)
+        if finish_reason is not None:
+            request.stamp(LifetimeEventKind.DECODE_END)
+            self._running.drop(request.ticket)
+        return request.tell(sample, finish_reason)

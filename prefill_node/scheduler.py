@@ -1,0 +1,136 @@
+"""Prefill: first come, first served, in chunks under a token budget."""
+
+from collections import OrderedDict
+
+from prefill_node.leases import Leases
+from splitserve.core.config import NodeConfig
+from splitserve.core.errors import ResourceExhaustedError, invalid
+from splitserve.core.lifetime import LifetimeEventKind
+from splitserve.core.request import Progress, Request, TokenLogprob
+from splitserve.engine.batch import Batch, BatchRow, StepOutput
+from splitserve.engine.requests import LiveRequests
+from splitserve.kv.blocks import BlockManager
+
+
+class PrefillScheduler:
+    """Runs prompts in the order they came; chunks of several share a step.
+
+    A prompt starts only if its blocks fit beside the owned and leased ones, so a node whose
+    leased KV fills its cache takes no new prompt: that is the back-pressure of a full decode side.
+
+    Args:
+        config: Its limits.
+        blocks: The node's blocks.
+        leases: Takes over the blocks of a finished prompt.
+        eos_token_ids: Tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        blocks: BlockManager,
+        leases: Leases,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._leases = leases
+        self._eos_token_ids = eos_token_ids
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running = LiveRequests(blocks)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Prompts that have begun."""
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queues a prompt.
+
+        Raises:
+            ResourceExhaustedError: The queue is full.
+            InvalidArgumentError: The prompt is empty or can never fit.
+        """
+        length, limit = len(request.token_ids), self._blocks.num_blocks * self._blocks.block_size
+        if not 1 <= length <= limit:
+            raise invalid("prompt tokens", length, f"1 to {limit} on this node")
+        if len(self._waiting) >= self._config.max_queued_requests:
+            raise ResourceExhaustedError(
+                f"queue: {len(self._waiting)} prompts wait; "
+                f"max_queued_requests is {self._config.max_queued_requests}"
+            )
+        self._waiting[request.ticket] = request
+
+    def schedule(self) -> Batch | None:
+        """The next chunk of every prompt that the budget reaches, oldest first."""
+        rows: list[BatchRow] = []
+        budget = self._config.max_tokens_per_batch
+        for request in self._running:
+            if budget == 0 or len(rows) == self._config.max_batch_size:
+                break
+            rows.append(_next_chunk(request, budget))
+            budget -= len(rows[-1].token_ids)
+        while budget and len(rows) < self._config.max_batch_size:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            rows.append(_next_chunk(admitted, budget))
+            budget -= len(rows[-1].token_ids)
+        if not rows:
+            return None
+        batch = Batch(tuple(rows))
+        self._running.begin_step(batch)
+        return batch
+
+    def update(self, batch: Batch, output: StepOutput) -> list[Progress]:
+        """Takes a step's first tokens: a prompt that is done is finished or leased."""
+        self._running.end_step()
+        news = []
+        for row, sample in zip(batch.rows, output.samples, strict=True):
+            request = self._running.get(row.ticket)
+            if request is None:
+                continue
+            request.computed += len(row.token_ids)
+            if sample is not None:
+                news.append(self._first_token(request, sample))
+            elif request.events:
+                news.append(request.tell())
+        return news
+
+    def finish(self, ticket: str) -> None:
+        """Drops a prompt, begun or not."""
+        self._waiting.pop(ticket, None)
+        self._running.drop(ticket)
+
+    def _admit(self) -> Request | None:
+        """Starts the oldest waiting prompt if its blocks fit; nobody overtakes it."""
+        if not self._waiting:
+            return None
+        request = next(iter(self._waiting.values()))
+        needed = self._blocks.blocks_for(len(request.token_ids))
+        if needed > self._blocks.num_free:
+            return None
+        del self._waiting[request.ticket]
+        request.block_ids = self._blocks.allocate(needed)
+        request.stamp(LifetimeEventKind.PREFILL_BEGIN)
+        self._running.add(request)
+        return request
+
+    def _first_token(self, request: Request, sample: TokenLogprob) -> Progress:
+        finish_reason = request.append(sample.token_id, self._eos_token_ids)
+        request.stamp(LifetimeEventKind.PREFILL_END)
+        if finish_reason is None:
+            self._running.hand_over(request.ticket)
+            self._leases.grant(request.ticket, request.block_ids, request.computed)
+        else:
+            self._running.drop(request.ticket)
+        return request.tell(sample, finish_reason)
+
+
+def _next_chunk(request: Request, budget: int) -> BatchRow:
+    return BatchRow.of(request, min(budget, len(request.token_ids) - request.computed))

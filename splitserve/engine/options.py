@@ -1,0 +1,114 @@
+"""The command line that both kinds of node share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from splitserve.core.config import DEVICES, DTYPES, EngineConfig, NodeConfig, default_threads
+from splitserve.core.node import NodeKind
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+Command = Callable[..., Any]
+
+
+def option(daemon: str, name: str, **attributes: Any) -> Callable[[Command], Command]:
+    """A click option that the environment can set too.
+
+    ``--max-batch-size`` of the prefill node reads ``SPLITSERVE_PREFILL_NODE_MAX_BATCH_SIZE``,
+    then ``SPLITSERVE_MAX_BATCH_SIZE``, so that daemons on one host can share settings or differ.
+    """
+    stem = name.removeprefix("--").replace("-", "_").upper()
+    prefix = daemon.replace("-", "_").upper()
+    return click.option(
+        name,
+        envvar=[f"SPLITSERVE_{prefix}_{stem}", f"SPLITSERVE_{stem}"],
+        show_envvar=True,
+        show_default=attributes.pop("show_default", True),
+        **attributes,
+    )
+
+
+def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
+    """Every option both kinds of node have; `node_config` takes what they parse to."""
+
+    def opt(name: str, text: str, **attributes: Any) -> Callable[[Command], Command]:
+        return option(f"{kind.label}-node", name, help=text, **attributes)
+
+    options = [
+        opt("--model", "Directory of the model in the Hugging Face format.", required=True,
+            type=Path),
+        opt("--dtype", "Data type of weights and KV; auto: the fastest of this processor.",
+            default=EngineConfig.dtype, type=click.Choice(DTYPES)),
+        opt("--device", "Where the model runs.", default=EngineConfig.device,
+            type=click.Choice(DEVICES)),
+        opt("--use-dummy-weights", "Random weights, the same on every node for one seed.",
+            is_flag=True),
+        opt("--seed", "Seed of dummy weights.", default=EngineConfig.seed),
+        opt("--block-size", "Tokens in a KV block.", default=EngineConfig.block_size),
+        opt("--num-blocks", "KV blocks.", type=int, show_default="for a few long requests"),
+        opt("--max-model-len", "Most tokens of prompt and answer together.", type=int,
+            show_default="the model's"),
+        opt("--threads", "Compute threads.", type=int, default=default_threads,
+            show_default="half of the processors"),
+        opt("--max-batch-size", "Most requests in a step.", default=NodeConfig.max_batch_size),
+        opt("--max-queued-requests", "Most requests that wait on this node.",
+            default=NodeConfig.max_queued_requests),
+        opt("--listen", "host:port to serve on; port 0 takes a free one.",
+            default=f"127.0.0.1:{port}"),
+        opt("--advertise", "host:port that the router and peers dial.", default="",
+            show_default="the address served on"),
+        opt("--router", "host:port of the router.", default=NodeConfig.router),
+        opt("--join-timeout", "Seconds to look for the router before giving up.", type=float,
+            default=NodeConfig.join_timeout_s),
+        opt("--drain-timeout", "Seconds that running requests may take after SIGTERM.",
+            type=float, default=NodeConfig.drain_timeout_s),
+        opt("--log-level", "Least severe messages logged.", default="INFO",
+            type=click.Choice(LOG_LEVELS)),
+    ]  # fmt: skip
+
+    def add(command: Command) -> Command:
+        for decorate in reversed(options):
+            command = decorate(command)
+        return command
+
+    return add
+
+
+def node_config(
+    kind: NodeKind,
+    *,
+    model: Path,
+    dtype: str,
+    device: str,
+    use_dummy_weights: bool,
+    seed: int,
+    block_size: int,
+    num_blocks: int | None,
+    max_model_len: int | None,
+    threads: int,
+    join_timeout: float,
+    drain_timeout: float,
+    **limits: Any,
+) -> NodeConfig:
+    """The configuration that the shared options, and a kind's own, stand for.
+
+    Raises:
+        InvalidArgumentError: A value is outside what is allowed.
+    """
+    engine = EngineConfig(
+        model=model,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        use_dummy_weights=use_dummy_weights,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        threads=threads,
+    )
+    return NodeConfig(
+        kind, engine, join_timeout_s=join_timeout, drain_timeout_s=drain_timeout, **limits
+    )
