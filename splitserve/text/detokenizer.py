@@ -63,8 +63,10 @@ class _ByteStream:
             tail = self._token_bytes(token_id) + tail
         self._utf8.decode(tail[-MAX_INCOMPLETE_BYTES:])
         # The prompt's text shows its unfinished character as U+FFFD already. If the answer
-        # finishes it, the character is the answer's; if not, the U+FFFD is not.
-        self._prompt_unfinished = bool(self._utf8.getstate()[0])
+        # finishes it, the character is the answer's; if not, the U+FFFD is not. (Two of them
+        # for half a surrogate, which Python's decoder holds though nothing can finish it.)
+        unfinished, _ = self._utf8.getstate()
+        self._not_ours = unfinished.decode(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
         return self._own(self._utf8.decode(b"".join(map(self._token_bytes, token_ids))))
@@ -73,9 +75,8 @@ class _ByteStream:
         return self._own(self._utf8.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        if self._prompt_unfinished and text:
-            self._prompt_unfinished = False
-            return text.removeprefix(REPLACEMENT)
+        if self._not_ours and text:
+            text, self._not_ours = text.removeprefix(self._not_ours), ""
         return text
 
 

@@ -128,6 +128,18 @@ def test_fault_32_a_run_of_bytes_begun_by_the_prompt_is_shared(
     assert "".join(stream(llama_tokenizer, prompt_ids, ids, [1])) == expected
 
 
+def test_fault_32_half_a_surrogate_at_the_end_of_a_prompt_is_not_the_answers(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    # An example of the property above that Hypothesis finds rarely.
+    prompt = [i for i in range(259) if byte_tokenizer.token_bytes(i) == b"\xed"]
+    prompt += [i for i in range(259) if byte_tokenizer.token_bytes(i) == b"\xa0"]
+    word = byte_tokenizer.encode("the", add_special_tokens=False)
+    assert len(prompt) == 2
+    assert "".join(stream(byte_tokenizer, prompt, [], [1])) == ""
+    assert "".join(stream(byte_tokenizer, prompt, word, [1])) == "the"
+
+
 def test_fault_32_a_character_appears_with_its_last_byte(byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("🦀", add_special_tokens=False)
     assert len(ids) == 3  # The bytes of every emoji's first half are one token.
