@@ -1,0 +1,228 @@
+"""What the import queue promises: bounded, in order, and every block back on every way out."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from decode_node.imports import ImportQueue, Source
+from decode_node.scheduler import DecodeScheduler
+from splitserve.core.config import EngineConfig, NodeConfig
+from splitserve.core.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from splitserve.core.lifetime import KvTransfer, LifetimeEventKind
+from splitserve.core.node import NodeKind
+from splitserve.core.request import FinishReason, Progress, Request, TokenLogprob
+from splitserve.core.sampling import SamplingParams
+from splitserve.engine.batch import StepOutput
+from splitserve.kv.blocks import BlockManager
+
+SOURCE = Source("127.0.0.1:1", "epoch")
+EOS = 2
+
+
+class World:
+    """A decode node without model and network: pulls end when the test says so."""
+
+    def __init__(self, num_blocks: int = 8, **limits: int) -> None:
+        config = NodeConfig(NodeKind.DECODE, EngineConfig(Path("unused")), **limits)
+        self.blocks = BlockManager(num_blocks, block_size=4)
+        self.scheduler = DecodeScheduler(self.blocks, frozenset({EOS}))
+        self.news: list[Progress] = []
+        self.pulls: dict[str, asyncio.Future[None]] = {}
+        self.queue = ImportQueue(
+            config,
+            self.blocks,
+            lambda: self.scheduler.num_running,
+            self._pull,
+            self.scheduler.add,
+            self.news.extend,
+        )
+        self.blocks.on_free = self.queue.admit
+
+    async def _pull(self, request: Request, source: Source) -> KvTransfer:
+        done = self.pulls[request.ticket] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            # As the executor does: the copy runs to its end before anybody may free the blocks.
+            await done
+            raise
+        return KvTransfer("test", 1, 1)
+
+    def submit(self, name: str, prompt: int = 4, max_tokens: int = 4) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, seed=1)
+        request = Request(name, list(range(10, 11 + prompt)), prompt, params, ticket=name)
+        self.queue.submit(request, SOURCE)
+        return request
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.blocks.check()
+
+    async def finish_pull(self, name: str) -> None:
+        self.pulls.pop(name).set_result(None)
+        await self.settle()
+
+    def step(self, token: int = 7) -> dict[str, Progress]:
+        batch = self.scheduler.schedule()
+        assert batch is not None
+        output = StepOutput(tuple(TokenLogprob(token, 0.0) for _ in batch.rows))
+        return {p.ticket: p for p in self.scheduler.update(batch, output)}
+
+
+@pytest.fixture
+async def make_world():
+    """Makes worlds, and lets every pull end when the test is over."""
+    worlds: list[World] = []
+
+    def make(*args: int, **limits: int) -> World:
+        worlds.append(World(*args, **limits))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        for done in world.pulls.values():
+            if not done.done():
+                done.set_result(None)
+        await world.queue.close()
+        await world.settle()
+
+
+async def test_admission_reserves_for_growth_so_nothing_runs_out(make_world):
+    world = make_world(num_blocks=8)
+    world.submit("a", prompt=4, max_tokens=13)
+    await world.settle()
+    assert world.blocks.counts.owned == 5, "17 tokens of prompt and answer, 4 in a block"
+    await world.finish_pull("a")
+    for _ in range(11):
+        assert world.step()["a"].finish_reason is None
+    assert world.step()["a"].finish_reason is FinishReason.LENGTH
+    assert world.blocks.num_free == 8
+
+
+async def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it(make_world):
+    world = make_world(num_blocks=4)
+    world.submit("a", prompt=8, max_tokens=4)
+    world.submit("big", prompt=8, max_tokens=8)
+    world.submit("small", prompt=2, max_tokens=2)
+    await world.settle()
+    assert list(world.pulls) == ["a"]
+    await world.finish_pull("a")
+    world.scheduler.finish("a")
+    await world.settle()
+    assert list(world.pulls) == ["big"]
+    await world.finish_pull("big")
+    assert world.queue.num_waiting == 1
+
+
+async def test_pulls_at_once_are_bounded(make_world):
+    world = make_world(num_blocks=8, max_concurrent_pulls=2)
+    for name in "abc":
+        world.submit(name)
+    await world.settle()
+    assert list(world.pulls) == ["a", "b"]
+    await world.finish_pull("b")
+    assert list(world.pulls) == ["a", "c"]
+
+
+async def test_a_place_in_the_batch_is_reserved_with_the_blocks(make_world):
+    world = make_world(max_batch_size=1)
+    world.submit("a")
+    world.submit("b")
+    await world.settle()
+    assert list(world.pulls) == ["a"]
+    await world.finish_pull("a")
+    assert not world.pulls
+    assert world.step(EOS)["a"].finish_reason is FinishReason.STOP
+    await world.settle()
+    assert list(world.pulls) == ["b"]
+
+
+async def test_the_queue_is_bounded(make_world):
+    world = make_world(num_blocks=2, max_queued_requests=1)
+    world.submit("running")
+    world.submit("waiting")
+    with pytest.raises(ResourceExhaustedError, match="max_queued_requests is 1"):
+        world.submit("refused")
+
+
+async def test_a_request_that_can_never_fit_is_refused(make_world):
+    with pytest.raises(InvalidArgumentError, match="at most 32 here"):
+        make_world(num_blocks=8).submit("a", prompt=4, max_tokens=29)
+
+
+async def test_fault_04_blocks_being_written_come_back_only_after_the_copy(make_world):
+    world = make_world(num_blocks=2)
+    world.submit("a")
+    world.submit("b")
+    await world.settle()
+    world.queue.cancel("a")
+    await world.settle()
+    assert world.blocks.num_free == 0, "the copy into a's blocks still runs"
+    assert list(world.pulls) == ["a"]
+    await world.finish_pull("a")
+    assert list(world.pulls) == ["b"]
+    assert not world.news, "a cancelled request has no news"
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (FailedPreconditionError("lease: it ended"), FailedPreconditionError),
+        (RuntimeError("secret detail"), InternalError),
+    ],
+)
+async def test_fault_22_a_failed_pull_is_told_and_its_blocks_come_back(make_world, raised, told):
+    world = make_world()
+    world.submit("a")
+    await world.settle()
+    world.pulls.pop("a").set_exception(raised)
+    await world.settle()
+    assert isinstance(world.news[0].error, told)
+    assert "secret" not in str(world.news[0].error)
+    assert world.blocks.num_free == 8
+    assert world.queue.num_importing == 0
+
+
+async def test_events_tell_the_migration_and_how_the_kv_moved(make_world):
+    world = make_world()
+    world.submit("a")
+    await world.settle()
+    await world.finish_pull("a")
+    kinds = [event.kind for event in world.step()["a"].events]
+    assert kinds == [
+        LifetimeEventKind.MIGRATION_BEGIN,
+        LifetimeEventKind.MIGRATION_END,
+        LifetimeEventKind.DECODE_BEGIN,
+    ]
+
+
+async def test_close_ends_every_pull_and_frees_its_blocks(make_world):
+    world = make_world()
+    world.submit("a")
+    await world.settle()
+    closing = asyncio.create_task(world.queue.close())
+    await world.settle()
+    assert not closing.done(), "a copy still runs"
+    await world.finish_pull("a")
+    await closing
+    assert world.queue.num_importing == 0
+    assert world.blocks.num_free == 8
+
+
+async def test_a_request_dropped_during_a_step_keeps_its_blocks_until_the_step_is_over(make_world):
+    world = make_world()
+    world.submit("a")
+    await world.settle()
+    await world.finish_pull("a")
+    batch = world.scheduler.schedule()
+    world.scheduler.finish("a")
+    assert world.blocks.num_free == 6
+    assert world.scheduler.update(batch, StepOutput((TokenLogprob(7, 0.0),))) == []
+    assert world.blocks.num_free == 8
