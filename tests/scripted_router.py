@@ -84,6 +84,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
     cancelled: int = 0
     most_running: int = 0
     running: int = 0
+    nodes: list[NodeStatus] = field(default_factory=lambda: [PREFILL_STATUS])
     answer: Callable[[router_pb2.GenerateRequest], AsyncIterator[Any]] | None = None
 
     async def Generate(self, request, context):
@@ -125,7 +126,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
             queued=1,
             running=2,
             finished={"stop": 7},
-            nodes=[node_status_to_proto(PREFILL_STATUS)],
+            nodes=map(node_status_to_proto, self.nodes),
         )
 
 
