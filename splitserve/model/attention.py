@@ -1,0 +1,346 @@
+"""Attention over paged KV.
+
+A step mixes rows of two sorts, and each is computed the way that is fast for it. Rows of one
+token (decode) are batched: their blocks are gathered, padded to the longest of a group, and the
+query heads that share a KV head become the rows of one matrix product. Rows of many tokens
+(a chunk of a prompt) go one by one: the chunk attends to itself causally without a look at the
+cache, to what came before it without a mask, and the two results are joined by their weights.
+
+Whatever depends only on the step and not on the layer is in `AttentionPlan`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from splitserve.model.layers import Linear, Rotation
+
+_MASKED = float("-inf")
+
+# Shorter rows than this share of a group's longest would mostly read padding.
+_GROUP_FILL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a step.
+
+    Attributes:
+        begin: Index of its first token among the step's.
+        count: Tokens to compute.
+        start: Position of the first of them; KV of all earlier ones is in the cache.
+        block_ids: Enough blocks for ``start + count`` tokens, in token order.
+    """
+
+    begin: int
+    count: int
+    start: int
+    block_ids: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens with KV after this step."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Which parts of the cache to read.
+
+    Attributes:
+        index: Rows of `_Pages.blocks` for ``[2, B, K, blocks]``, flat.
+        shape: ``(2, B, K, tokens, D)``.
+    """
+
+    index: Tensor
+    shape: tuple[int, int, int, int, int]
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[B, K, tokens, D]`` each."""
+        keys, values = blocks.index_select(0, self.index).view(self.shape).unbind(0)
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Rows of one token, alike in length.
+
+    Attributes:
+        tokens: Their indexes among the step's tokens; None if they are all of them, in order.
+        gather: Their KV, padded to the longest.
+        mask: What to add to scores: ``[B * K, H / K, tokens]``.
+    """
+
+    tokens: Tensor | None
+    gather: _Gather
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A row of several tokens.
+
+    Attributes:
+        begin: First of its tokens among the step's.
+        end: One past the last.
+        past: KV to read from the cache; None if there is none before it.
+        past_begin: First token in what is read that is attended to.
+        past_end: One past the last.
+        mask: What to add to scores ``[tokens, past + tokens]`` if a sliding window cuts some off.
+    """
+
+    begin: int
+    end: int
+    past: _Gather | None
+    past_begin: int
+    past_end: int
+    mask: Tensor | None
+
+
+class Pages:
+    """Two flat views of a rank's cache, in which one layer's part is an offset.
+
+    Rows of ``blocks`` are what one head has of one block (``[S * D]``), rows of ``slots`` are what
+    it has of one token (``[D]``). An index made for layer 0 holds for every layer.
+
+    Args:
+        cache: ``[N, L, 2, K, S, D]``.
+    """
+
+    def __init__(self, cache: Tensor) -> None:
+        _, self.layers, _, self.kv_heads, self.block_size, self.head_dim = cache.shape
+        self._blocks = cache.view(-1, self.block_size * self.head_dim)
+        self._slots = cache.view(-1, self.head_dim)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """``blocks`` and ``slots`` from this layer's first row on."""
+        first = index * 2 * self.kv_heads
+        return self._blocks[first:], self._slots[first * self.block_size :]
+
+    def block_rows(self, block_ids: Tensor) -> Tensor:
+        """Rows of layer 0's ``blocks``: ``[...]`` block ids to ``[2, K, ...]``."""
+        heads = torch.arange(2 * self.kv_heads).view(2, self.kv_heads, *[1] * block_ids.dim())
+        return heads + block_ids * (self.layers * 2 * self.kv_heads)
+
+    def slot_rows(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Rows of layer 0's ``slots`` for tokens ``[T]`` in blocks: ``[T, 2, K]``, flat."""
+        rows = self.block_rows(block_ids) * self.block_size + offsets
+        return rows.permute(2, 0, 1).reshape(-1)
+
+
+class AttentionPlan:
+    """What one step's attention does in every layer.
+
+    Args:
+        rows: The step's rows.
+        block_of: Block of each token, ``[T]``.
+        offset_of: Its place in that block, ``[T]``.
+        pages: The cache.
+        num_heads: Query heads (H).
+        window: Sliding window in tokens, or None.
+        dtype: Data type of scores.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        block_of: Tensor,
+        offset_of: Tensor,
+        pages: Pages,
+        num_heads: int,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._pages = pages
+        self._share = num_heads // pages.kv_heads
+        self._window = window
+        self._dtype = dtype
+        self.write_to = pages.slot_rows(block_of, offset_of)
+        self.chunks = [self._chunk(row) for row in rows if row.count > 1]
+        singles = [row for row in rows if row.count == 1]
+        self.groups = [
+            self._group(group, whole=len(group) == len(rows)) for group in self._alike(singles)
+        ]
+
+    def _first_block(self, row: Row) -> int:
+        """The first of a row's blocks that any of its tokens still sees."""
+        if self._window is None:
+            return 0
+        return max(0, row.start - self._window + 1) // self._pages.block_size
+
+    def _alike(self, rows: list[Row]) -> list[list[Row]]:
+        """Groups of rows whose blocks to read do not differ too much in number."""
+        size = self._pages.block_size
+        reads = {id(row): -(-row.length // size) - self._first_block(row) for row in rows}
+        groups: list[list[Row]] = []
+        longest = 0
+        for row in sorted(rows, key=lambda row: -reads[id(row)]):
+            if not groups or reads[id(row)] < longest * _GROUP_FILL:
+                groups.append([])
+                longest = reads[id(row)]
+            groups[-1].append(row)
+        for group in groups:
+            group.sort(key=lambda row: row.begin)
+        return groups
+
+    def _gather(self, rows: Sequence[Row], blocks: Sequence[Sequence[int]]) -> _Gather:
+        width = max(len(ids) for ids in blocks)
+        # Padding reads a row's own last block once more: memory it has touched anyway.
+        table = torch.tensor([[*ids, *[ids[-1]] * (width - len(ids))] for ids in blocks])
+        pages = self._pages
+        index = pages.block_rows(table).transpose(1, 2)
+        shape = (2, len(rows), pages.kv_heads, width * pages.block_size, pages.head_dim)
+        return _Gather(index.reshape(-1), shape)
+
+    def _group(self, rows: Sequence[Row], *, whole: bool) -> _DecodeGroup:
+        size = self._pages.block_size
+        firsts = [self._first_block(row) for row in rows]
+        blocks = [
+            row.block_ids[first : -(-row.length // size)]
+            for row, first in zip(rows, firsts, strict=True)
+        ]
+        gather = self._gather(rows, blocks)
+        ends = [row.length - first * size for row, first in zip(rows, firsts, strict=True)]
+        place = torch.arange(gather.shape[3])
+        end = torch.tensor(ends).unsqueeze(1)
+        hidden = place >= end
+        if self._window is not None:
+            hidden |= place < end - self._window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, _MASKED)
+        heads = (len(rows), self._pages.kv_heads, self._share, mask.shape[1])
+        return _DecodeGroup(
+            tokens=None if whole else torch.tensor([row.begin for row in rows]),
+            gather=gather,
+            mask=mask[:, None, None].expand(heads).flatten(0, 1),
+        )
+
+    def _chunk(self, row: Row) -> _Chunk:
+        size = self._pages.block_size
+        begin = 0 if self._window is None else max(0, row.start - self._window + 1)
+        first, last = begin // size, -(-row.start // size)
+        past = self._gather([row], [row.block_ids[first:last]]) if row.start else None
+        mask = None
+        if self._window is not None and row.length > self._window:
+            query = torch.arange(row.start, row.length).unsqueeze(1)
+            key = torch.arange(begin, row.length)
+            hidden = (key > query) | (key <= query - self._window)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, _MASKED)
+        return _Chunk(
+            begin=row.begin,
+            end=row.begin + row.count,
+            past=past,
+            past_begin=begin - first * size,
+            past_end=row.start - first * size,
+            mask=mask,
+        )
+
+
+class Attention:
+    """Multi-head attention with shared KV heads (GQA, Ainslie et al., 2023).
+
+    Args:
+        qkv: All three projections as one: H query heads, then K key heads, then K value heads.
+        out: The projection back.
+        num_heads: H.
+        num_kv_heads: K.
+        head_dim: D.
+    """
+
+    def __init__(
+        self, qkv: Linear, out: Linear, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        self._qkv = qkv
+        self._out = out
+        self._heads = num_heads
+        self._kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._scale = 1.0 / math.sqrt(head_dim)
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, plan: AttentionPlan, layer: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Writes the tokens' KV into the cache, then attends.
+
+        Args:
+            x: ``[T, E]``.
+            rotation: The tokens' positions.
+            plan: What to write and read.
+            layer: The cache's `Pages.layer`.
+
+        Returns:
+            ``[T, E]``.
+        """
+        blocks, slots = layer
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        rotation.apply_(heads[:, : self._heads + self._kv_heads])
+        kv = heads[:, self._heads :]
+        slots.index_copy_(0, plan.write_to, kv.reshape(-1, self._head_dim))
+        query = heads[:, : self._heads]
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            mixed = self._decode(query, plan.groups[0], blocks)
+        else:
+            mixed = query.new_empty(x.shape[0], self._heads * self._head_dim)
+            for group in plan.groups:
+                mixed[group.tokens] = self._decode(query[group.tokens], group, blocks)
+            for chunk in plan.chunks:
+                part = heads[chunk.begin : chunk.end]
+                mixed[chunk.begin : chunk.end] = self._prefill(part, chunk, blocks)
+        return self._out(mixed)
+
+    def _decode(self, query: Tensor, group: _DecodeGroup, blocks: Tensor) -> Tensor:
+        """``[B, H, D]`` to ``[B, H * D]``."""
+        keys, values = group.gather.read(blocks)
+        folded = query.reshape(-1, self._heads // self._kv_heads, self._head_dim)
+        scores = torch.baddbmm(
+            group.mask, folded, keys.flatten(0, 1).transpose(1, 2), alpha=self._scale
+        )
+        mixed = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1))
+        return mixed.view(query.shape[0], -1)
+
+    def _prefill(self, heads: Tensor, chunk: _Chunk, blocks: Tensor) -> Tensor:
+        """Q, K and V ``[T, H + 2K, D]`` of one row to ``[T, H * D]``."""
+        query, keys, values = torch.split(
+            heads, [self._heads, self._kv_heads, self._kv_heads], dim=1
+        )
+        # KV heads become the batch and the query heads that share one become its heads.
+        share = self._heads // self._kv_heads
+        query = query.view(-1, self._kv_heads, share, self._head_dim).permute(1, 2, 0, 3)
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        if chunk.past is not None:
+            old_keys, old_values = (
+                part[0, :, chunk.past_begin : chunk.past_end] for part in chunk.past.read(blocks)
+            )
+        if chunk.mask is not None:
+            if chunk.past is not None:
+                keys = torch.cat((old_keys, keys), 1)
+                values = torch.cat((old_values, values), 1)
+            mixed = functional.scaled_dot_product_attention(
+                query, _shared(keys, share), _shared(values, share), attn_mask=chunk.mask
+            )
+        else:
+            mixed, weight = _flash(query, _shared(keys, share), _shared(values, share), True)
+            if chunk.past is not None:
+                old, old_weight = _flash(
+                    query, _shared(old_keys, share), _shared(old_values, share), False
+                )
+                # Softmax over both is each one's softmax, weighted by its sum of exponentials.
+                old_share = torch.sigmoid(old_weight - weight).unsqueeze(-1).to(mixed.dtype)
+                mixed = torch.lerp(mixed, old, old_share)
+        return mixed.permute(2, 0, 1, 3).reshape(heads.shape[0], -1)
+
+
+def _shared(heads: Tensor, share: int) -> Tensor:
+    """``[K, T, D]`` as ``[K, H / K, T, D]`` without a copy."""
+    return heads.unsqueeze(1).expand(-1, share, -1, -1)
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and the logarithm of its sum of exponentials, ``[K, H / K, T]``."""
+    mixed, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal
+    )
+    return mixed, weight

@@ -1,0 +1,178 @@
+"""A decoder over paged KV: one step's tokens in, logits out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitserve.model.attention import Attention, AttentionPlan, Pages, Row
+from splitserve.model.layers import GatedMLP, Linear, RMSNorm, Rope, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What one step computes, as tensors.
+
+    Attributes:
+        rows: Each request's share.
+        token_ids: All rows' tokens, row after row: ``[T]``.
+        positions: Their positions: ``[T]``.
+        block_of: Blocks that take their KV: ``[T]``.
+        offset_of: Their places in those blocks: ``[T]``.
+        begun_blocks: Blocks that this step begins and does not fill.
+        logits_of: Indexes of the tokens whose logits are wanted: the last ones of some rows.
+    """
+
+    rows: tuple[Row, ...]
+    token_ids: Tensor
+    positions: Tensor
+    block_of: Tensor
+    offset_of: Tensor
+    begun_blocks: Tensor
+    logits_of: Tensor
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[tuple[Sequence[int], int, Sequence[int], bool]],
+        block_size: int,
+    ) -> "ModelInput":
+        """Lays a step out.
+
+        Args:
+            rows: For each request its tokens to compute, the position of the first of them, its
+                blocks in token order, and whether the last token's logits are wanted.
+            block_size: Tokens in a block.
+        """
+        laid: list[Row] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        block_of: list[int] = []
+        begun: list[int] = []
+        wanted: list[int] = []
+        for token_ids, start, block_ids, wants_logits in rows:
+            row = Row(len(tokens), len(token_ids), start, tuple(block_ids))
+            assert row.count > 0, "a row computes at least one token"
+            assert row.length <= len(block_ids) * block_size, "a row's tokens fit its blocks"
+            laid.append(row)
+            tokens += token_ids
+            positions += range(start, row.length)
+            block_of += [block_ids[place // block_size] for place in range(start, row.length)]
+            last_block = (row.length - 1) // block_size
+            if row.length % block_size and last_block * block_size >= start:
+                begun.append(block_ids[last_block])
+            if wants_logits:
+                wanted.append(len(tokens) - 1)
+        position = torch.tensor(positions, dtype=torch.int64)
+        return cls(
+            rows=tuple(laid),
+            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            positions=position,
+            block_of=torch.tensor(block_of, dtype=torch.int64),
+            offset_of=position % block_size,
+            begun_blocks=torch.tensor(begun, dtype=torch.int64),
+            logits_of=torch.tensor(wanted, dtype=torch.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and beside a residual.
+
+    Attributes:
+        attention_norm: Before the attention.
+        attention: Mixes tokens.
+        mlp_norm: Before the MLP.
+        mlp: Works on each token by itself.
+    """
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        plan: AttentionPlan,
+        pages: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """``[T, E]`` to ``[T, E]``; see `Attention`."""
+        mixed = self.attention(self.attention_norm(hidden), rotation, plan, pages)
+        hidden = mixed.add_(hidden)
+        return self.mlp(self.mlp_norm(hidden)).add_(hidden)
+
+
+class Decoder:
+    """A whole model.
+
+    Args:
+        embedding: ``[V, E]``.
+        layers: Its layers, the first one first.
+        norm: Before the head.
+        head: Hidden states to logits.
+        rope: Position embedding.
+        num_heads: Query heads (H).
+        sliding_window: Tokens a token sees, itself included; None for all.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        rope: Rope,
+        num_heads: int,
+        sliding_window: int | None,
+    ) -> None:
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._norm = norm
+        self._head = head
+        self._rope = rope
+        self._num_heads = num_heads
+        self._window = sliding_window
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of weights, activations and KV."""
+        return self._embedding.dtype
+
+    @torch.inference_mode()
+    def forward(self, model_input: ModelInput, cache: Tensor) -> Tensor:
+        """Computes a step: writes all its tokens' KV, and the logits that are wanted.
+
+        Args:
+            model_input: The step.
+            cache: A rank's whole KV, ``[N, L, 2, K, S, D]``, contiguous, in `dtype`.
+
+        Returns:
+            float32 ``[rows that want logits, V]``, in the order of the rows.
+        """
+        assert cache.dtype is self.dtype, f"KV is {cache.dtype}, the model {self.dtype}"
+        assert cache.is_contiguous(), "a block is one contiguous copy"
+        if model_input.begun_blocks.numel():
+            # Padding reads a last block to its end. Its mask makes the weights zero, but zero
+            # times a NaN left by somebody else is NaN.
+            cache.index_fill_(0, model_input.begun_blocks, 0)
+        pages = Pages(cache)
+        plan = AttentionPlan(
+            model_input.rows,
+            model_input.block_of,
+            model_input.offset_of,
+            pages,
+            self._num_heads,
+            self._window,
+            self.dtype,
+        )
+        rotation = self._rope.at(model_input.positions)
+        hidden = self._embedding.index_select(0, model_input.token_ids)
+        for index, layer in enumerate(self._layers):
+            hidden = layer(hidden, rotation, plan, pages.layer(index))
+        last = hidden.index_select(0, model_input.logits_of)
+        if not last.shape[0]:
+            return torch.empty(0, self._embedding.shape[0])
+        return self._head(self._norm(last)).float()
