@@ -13,15 +13,16 @@ def command() -> None:
 
 
 @command.command("import")
-@click.argument("source")
+@click.argument("source", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
-def import_(source: str, dest: Path) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace what DEST holds.")
+def import_(source: Path, dest: Path, overwrite: bool) -> None:
     """Converts the model at SOURCE (GGUF, .bin, safetensors) into the directory DEST."""
     # Brings transformers and torch: seconds that only this command needs.
     from splitserve.model.importer import import_model
 
     with progress_bar("importing") as progress:
-        import_model(Path(source), dest, progress)
+        import_model(source, dest, progress, overwrite=overwrite)
     click.echo(dest)
 
 

@@ -53,36 +53,13 @@ def test_generate_streams_the_text_and_nothing_else(router: ScriptedRouter, run)
 
 def test_generate_passes_every_sampling_option(router: ScriptedRouter, run) -> None:
     router.script = [last()]
-    result = run(
-        *[
-            "generate",
-            "hi",
-            "--max-tokens",
-            "5",
-            "--temperature",
-            "0",
-            "--top-p",
-            "0.5",
-            "--top-k",
-            "3",
-            "--min-p",
-            "0.1",
-        ],
-        *[
-            "--seed",
-            "9",
-            "--stop",
-            "END",
-            "--stop",
-            ".",
-            "--stop-token-ids",
-            "7",
-            "--stop-token-ids",
-            "8",
-        ],
-        *["--ignore-eos", "--presence-penalty", "1", "--frequency-penalty", "-1"],
-        *["--repetition-penalty", "1.5", "--logprobs", "2", "--n", "1", "--request-id", "mine"],
+    options = (
+        "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --seed 9 "
+        "--stop END --stop . --stop-token-ids 7 --stop-token-ids 8 --ignore-eos "
+        "--presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.5 "
+        "--logprobs 2 --n 1 --request-id mine"
     )
+    result = run("generate", "hi", *options.split())
     assert result.exit_code == 0, result.output
     sampling = router.requests[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.0, 0.5)

@@ -36,12 +36,16 @@ if behaviour == "die":
 if behaviour == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
-    def stop(*_):
+    def note(text):
         with open(os.environ["FAKE_SIGNALS"], "a") as file:
-            file.write(kind + chr(10))
+            file.write(text + chr(10))
+    def stop(*_):
+        note(kind)
         time.sleep(0.3)
         sys.exit(0)
     signal.signal(signal.SIGTERM, stop)
+    # Of two signals that wait, Python handles this one after SIGTERM.
+    signal.signal(signal.SIGWINCH, lambda *_: note("alive-" + kind))
 if behaviour != "silent":
     print("{name} ready on", os.environ["FAKE_ADDRESS_{kind}"], flush=True)
 while True:
@@ -181,17 +185,20 @@ def test_nodes_come_and_go_in_a_running_cluster(model: Path) -> None:
         assert len(cluster.processes) == 3
 
 
-def test_a_killed_parent_leaves_no_daemon(model: Path, tmp_path: Path) -> None:
-    # The parent enters the cluster from a thread that ends at once: daemons must live on.
+def test_daemons_live_on_without_the_thread_that_entered_and_end_with_its_process(
+    model: Path, signals: Path
+) -> None:
     program = (
-        "import sys, threading, time\n"
+        "import os, signal, sys, threading, time\n"
         "from splitserve import process\n"
         "from splitserve.local import LocalCluster\n"
         "process._COMMANDS = {k: (f'fake_{k}', n) for k, (_, n) in process._COMMANDS.items()}\n"
         "cluster = LocalCluster(sys.argv[1])\n"
         "thread = threading.Thread(target=cluster.__enter__)\n"
         "thread.start(); thread.join()\n"
-        "print(*[d.pid for d in cluster.processes if d.alive], flush=True)\n"
+        "while os.path.exists(f'/proc/self/task/{thread.native_id}'): time.sleep(0.001)\n"
+        "for d in cluster.processes: os.kill(d.pid, signal.SIGWINCH)\n"
+        "print(*[d.pid for d in cluster.processes], flush=True)\n"
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, model], stdout=subprocess.PIPE)
@@ -199,7 +206,9 @@ def test_a_killed_parent_leaves_no_daemon(model: Path, tmp_path: Path) -> None:
     with parent.stdout:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 3
-    assert all(psutil.pid_exists(pid) for pid in pids)
+    eventually(lambda: len(signals.read_text().split()) >= 3, "every daemon has answered")
+    heard = signals.read_text().split()
+    assert sorted(heard) == ["alive-decode", "alive-prefill", "alive-router"]
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
 
@@ -210,6 +219,31 @@ def test_a_killed_parent_leaves_no_daemon(model: Path, tmp_path: Path) -> None:
             return True
 
     eventually(lambda: all(map(gone, pids)), "the daemons ended with their parent")
+
+
+def test_ctrl_c_in_a_terminal_tells_every_daemon_once(model: Path, signals: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from splitserve import process\n"
+        "from splitserve.local import LocalCluster\n"
+        "process._COMMANDS = {k: (f'fake_{k}', n) for k, (_, n) in process._COMMANDS.items()}\n"
+        "with LocalCluster(sys.argv[1]):\n"
+        "    print('serving', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, model],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"serving\n"
+        # A terminal signals its whole foreground group.
+        os.killpg(parent.pid, signal.SIGINT)
+        _, stderr = parent.communicate(timeout=20)
+    assert stderr.rstrip().endswith(b"KeyboardInterrupt")
+    assert sorted(signals.read_text().split()) == ["decode", "prefill", "router"]
 
 
 def test_answers_come_in_the_prompts_order_and_not_all_at_once(
