@@ -23,6 +23,33 @@ PING_INTERVAL_S = 1.0
 RPC_TIMEOUT_S = 10.0
 """Limit of one unary call between daemons."""
 
+NODE_STATUS_TIMEOUT_S = 1.0
+"""How long a node may take to say its status before it is shown as not serving."""
+
+MAX_UNANSWERED_PINGS = 5
+"""Pings a node may leave unanswered before its router takes it for lost."""
+
+MAX_PENDING_COMMANDS = 16_384
+"""Commands that wait for a node to read them; a node further behind is lost."""
+
+CLOCK_PINGS = 3
+"""Pings that measure a node's clock before it is given work."""
+
+CLOCK_SAMPLES = 32
+"""Round trips remembered; the shortest of them says how far a node's clock is off."""
+
+OVERLOAD_PAUSE_S = 0.2
+"""How long after a node's refusal it is asked whether it takes one more."""
+
+MAX_QUEUE_WAIT_S = 600.0
+"""Longest a request waits in the router for a prefill node whose queue has room."""
+
+CLIENT_STALL_TIMEOUT_S = 60.0
+"""How long a client may take to read the rest of an answer that is complete."""
+
+MAX_INLINE_TEXT_CHARS = 4096
+"""Longest text that is tokenised on the event loop; longer ones go to a thread."""
+
 JOIN_RETRY_S = (0.2, 5.0)
 """First and longest pause between a node's attempts to join."""
 

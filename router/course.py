@@ -1,0 +1,273 @@
+"""One request's way through the nodes: prefill, hand-over, decode, and again after a failure.
+
+Sampling depends on nothing but seed and position, so a request goes on anywhere from its tokens
+so far: after a failure they are prefilled once more, and the client notices nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from router.admission import Prompt
+from router.answer import Answer
+from router.dispatch import Dispatcher
+from router.session import Attempt, NodeSession, migrated
+from router.tracker import TrackedRequest
+from splitserve.core.config import MAX_QUEUE_WAIT_S, RouterConfig
+from splitserve.core.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SplitserveError,
+    UnavailableError,
+    error_from_code,
+)
+from splitserve.core.lifetime import LifetimeEventKind
+from splitserve.core.node import NodeKind
+from splitserve.core.request import FinishReason
+from splitserve.core.ticket import new_ticket
+from splitserve.v1 import work_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_PULLS = 2
+"""Pulls of one prefilled prompt that may fail before it is computed again."""
+
+
+class AttemptFailedError(Exception):
+    """Nothing is left of this attempt; the request can start again from its tokens."""
+
+
+class Course:
+    """Drives one request. Tokens do not wait for it: they go straight into the answer.
+
+    Args:
+        request: Whose way it is.
+        prompt: What was asked.
+        answer: Takes the tokens.
+        dispatcher: Places it on nodes.
+        config: Limits on retries and on the hand-over.
+    """
+
+    def __init__(
+        self,
+        request: TrackedRequest,
+        prompt: Prompt,
+        answer: Answer,
+        dispatcher: Dispatcher,
+        config: RouterConfig,
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._answer = answer
+        self._dispatcher = dispatcher
+        self._config = config
+        self._held: list[Attempt] = []
+        self._avoid: set[NodeSession] = set()
+        self._failures: list[str] = []
+        self._migrated = False
+        # What callbacks tell the driving task: None is a phase's good end. One queue an attempt,
+        # so that nothing is lost between two phases and nothing is left over from an attempt.
+        self._news: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Sets out. From here on the request's end releases all that nodes hold of it."""
+        self._request.on_finish = self._release
+        self._task = asyncio.create_task(self._run())
+
+    def on_progress(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
+        """Takes a node's news; a fault of ours ends this request and no other."""
+        try:
+            self._take(attempt, progress)
+        except Exception as error:
+            self._fail(error)
+
+    def on_lost(self, attempt: Attempt, reason: str) -> None:
+        """A node is gone with what it held."""
+        self._held.remove(attempt)
+        error = UnavailableError(f"lost: {reason}")
+        self._note_failure(attempt, error)
+        pulling = attempt.session.info.kind is NodeKind.DECODE and not self._migrated
+        # While it was to be pulled, the KV still lies with the prefill node.
+        self._news.put_nowait(error if pulling else AttemptFailedError())
+
+    def _take(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
+        decoding = attempt.session.info.kind is NodeKind.DECODE
+        for event in progress.events:
+            self._request.lifetime.add(attempt.session.on_our_clock(event))
+        stopped = False
+        if progress.token_ids:
+            stopped = self._answer.push(progress.token_ids, progress.logprobs)
+            self._request.wake()
+        if decoding and not self._migrated and migrated(progress):
+            self._take_over()
+        if progress.finish_reason:
+            # Dropped, not cancelled: the node holds nothing any more.
+            self._drop(attempt)
+            stopped = self._answer.end() or stopped
+            reason = FinishReason(progress.finish_reason)
+            self._request.finish(FinishReason.STOP if stopped else reason)
+        elif stopped:
+            self._request.finish(FinishReason.STOP)
+        elif progress.HasField("error"):
+            self._refused(attempt, error_from_code(progress.error.code, progress.error.message))
+        elif progress.token_ids and not decoding:
+            attempt.session.lease(attempt)
+            self._news.put_nowait(None)
+
+    def _take_over(self) -> None:
+        """The decode node holds the KV: the prefill node has been given its blocks back."""
+        self._migrated = True
+        for source in [attempt for attempt in self._held if attempt.leased]:
+            self._drop(source)
+        self._news.put_nowait(None)
+
+    def _refused(self, attempt: Attempt, error: SplitserveError) -> None:
+        self._held.remove(attempt)
+        if isinstance(error, ResourceExhaustedError) and not self._migrated:
+            attempt.session.refused(attempt)
+        else:
+            attempt.session.drop(attempt)
+            self._note_failure(attempt, error)
+        self._news.put_nowait(error)
+
+    def _note_failure(self, attempt: Attempt, error: SplitserveError) -> None:
+        node = attempt.session.info.name
+        self._avoid.add(attempt.session)
+        self._failures.append(f"{node}: {error.message}")
+        log.warning(
+            "attempt failed",
+            extra={"request_id": self._request.request_id, "node": node, "code": error.code},
+        )
+
+    def _drop(self, attempt: Attempt) -> None:
+        self._held.remove(attempt)
+        attempt.session.drop(attempt)
+
+    async def _run(self) -> None:
+        try:
+            await self._serve()
+        except SplitserveError as error:
+            self._request.finish(error)
+        except Exception as error:
+            self._fail(error)
+
+    async def _serve(self) -> None:
+        """Returns only by an error; an answer that is complete cancels this task."""
+        for number in range(self._config.max_retries + 1):
+            if number > 0:
+                self._request.note(LifetimeEventKind.RETRIED)
+            try:
+                await self._attempt()
+            except AttemptFailedError:
+                self._cancel_held()
+            except UnavailableError as error:
+                raise UnavailableError("; ".join([error.message, *self._failures])) from None
+        raise UnavailableError("every attempt failed: " + "; ".join(self._failures))
+
+    async def _attempt(self) -> None:
+        self._news = asyncio.Queue()
+        self._migrated = False
+        assignment = self._assignment()
+        source = await self._prefill(assignment)
+        # The first token came meanwhile, and stands at the end of what the decode node gets.
+        assignment.token_ids.append(self._answer.token_ids[-1])
+        await self._hand_over(source, assignment)
+        await self._news.get()
+        raise AttemptFailedError
+
+    def _assignment(self) -> work_pb2.Assignment:
+        return work_pb2.Assignment(
+            request_id=self._request.request_id,
+            token_ids=[*self._prompt.token_ids, *self._answer.token_ids],
+            prompt_length=len(self._prompt.token_ids),
+            sampling=self._prompt.node_sampling,
+            ticket=new_ticket(),
+        )
+
+    async def _prefill(self, assignment: work_pb2.Assignment) -> Attempt:
+        """Returns the hold on the prompt's KV."""
+        start = work_pb2.PrefillStart(assignment=assignment)
+        until_s = asyncio.get_running_loop().time() + MAX_QUEUE_WAIT_S
+        what = f"no prefill node's queue had room within {MAX_QUEUE_WAIT_S:g} s"
+        while True:
+            async with _until(until_s, what):
+                source = await self._place(NodeKind.PREFILL, start)
+            error = await self._news.get()
+            if error is None:
+                return source
+            if not isinstance(error, ResourceExhaustedError):
+                raise _final(error)
+
+    async def _hand_over(self, source: Attempt, assignment: work_pb2.Assignment) -> None:
+        """Returns once a decode node holds the KV."""
+        info = source.session.info
+        start = work_pb2.DecodeStart(
+            assignment=assignment, source_address=info.address, source_epoch=info.epoch
+        )
+        timeout_s = self._config.handover_timeout_s
+        what = f"no decode node took the request within handover_timeout_s = {timeout_s:g}"
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        failed_pulls = 0
+        while True:
+            async with _until(until_s, what):
+                await self._place(NodeKind.DECODE, start, source)
+                error = await self._news.get()
+            if error is None:
+                return
+            if isinstance(error, (UnavailableError, InternalError)):
+                failed_pulls += 1
+                if failed_pulls == MAX_PULLS:
+                    # Two decode nodes could not read from it.
+                    self._avoid.add(source.session)
+                    raise AttemptFailedError
+                until_s = asyncio.get_running_loop().time() + timeout_s
+            elif not isinstance(error, ResourceExhaustedError):
+                raise _final(error)
+
+    async def _place(self, kind: NodeKind, start: Any, source: Attempt | None = None) -> Attempt:
+        def begin(session: NodeSession) -> Attempt:
+            if source is not None and source not in self._held:
+                raise AttemptFailedError  # Its node was lost while we waited in line.
+            attempt = session.start(start, self)
+            self._held.append(attempt)
+            return attempt
+
+        return await self._dispatcher.place(kind, begin, self._avoid)
+
+    def _release(self) -> None:
+        """The request has ended: nodes drop what they hold, and nobody waits for it."""
+        self._cancel_held()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def _cancel_held(self) -> None:
+        held, self._held = self._held, []
+        for attempt in held:
+            attempt.session.cancel(attempt)
+
+    def _fail(self, error: Exception) -> None:
+        log.error(
+            "a fault of the router's",
+            extra={"request_id": self._request.request_id},
+            exc_info=error,
+        )
+        self._request.finish(InternalError("an internal error; the router's log has the details"))
+
+
+def _final(error: Exception) -> Exception:
+    """What ends an attempt: the client's mistake as it is, anything else to start again."""
+    return error if isinstance(error, InvalidArgumentError) else AttemptFailedError()
+
+
+@asynccontextmanager
+async def _until(until_s: float, what: str) -> AsyncIterator[None]:
+    """A limit in the loop's time. Running into it is overload: a later request may succeed."""
+    try:
+        async with asyncio.timeout_at(until_s):
+            yield
+    except TimeoutError:
+        raise ResourceExhaustedError(what) from None

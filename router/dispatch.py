@@ -1,0 +1,58 @@
+"""Which node: the freest one that has room, first come first served while none has."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from router.members import Members
+from router.session import Attempt, NodeSession
+from splitserve.core.config import OVERLOAD_PAUSE_S
+from splitserve.core.errors import UnavailableError
+from splitserve.core.node import NodeKind
+
+
+class Dispatcher:
+    """Places requests on nodes.
+
+    Args:
+        members: Who is there.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        # Fair locks: whoever holds one is first in the line for nodes of that kind.
+        self._first = {kind: asyncio.Lock() for kind in NodeKind}
+
+    async def place(
+        self,
+        kind: NodeKind,
+        start: Callable[[NodeSession], Attempt],
+        avoid: Collection[NodeSession] = (),
+    ) -> Attempt:
+        """Starts on the freest node; waits while all of that kind are full.
+
+        Args:
+            kind: Which half of the work.
+            start: Gives the chosen node the work, without delay.
+            avoid: Nodes taken only if there are no others.
+
+        Raises:
+            UnavailableError: There is no node of that kind.
+        """
+        async with self._first[kind]:
+            while True:
+                if session := self._pick(kind, avoid):
+                    return start(session)
+                try:
+                    # A node that has refused is asked again after a while; no event tells.
+                    async with asyncio.timeout(OVERLOAD_PAUSE_S):
+                        await self._members.room(kind)
+                except TimeoutError:
+                    continue
+
+    def _pick(self, kind: NodeKind, avoid: Collection[NodeSession]) -> NodeSession | None:
+        usable = self._members.usable(kind)
+        if not usable:
+            raise UnavailableError(f"no {kind.label} node is joined")
+        free = [session for session in usable if session.has_room]
+        preferred = [session for session in free if session not in avoid] or free
+        return min(preferred, key=lambda session: session.load, default=None)
