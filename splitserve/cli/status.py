@@ -1,5 +1,7 @@
 """``splitserve status``."""
 
+from collections.abc import Sequence
+
 import click
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -8,17 +10,19 @@ from rich.text import Text
 from splitserve.cli.as_json import as_json as to_json
 from splitserve.cli.options import json_option, router_option
 from splitserve.client import Client, ClusterStatus
+from splitserve.core.node import NodeStatus
 
-_COUNTS = (
-    "blocks_total",
-    "blocks_free",
-    "blocks_owned",
-    "blocks_leased",
-    "blocks_quarantined",
-    "waiting",
-    "running",
-    "importing",
-)
+_COUNTS = {
+    "blocks_total": "blocks",
+    "blocks_free": "free",
+    "blocks_owned": "owned",
+    "blocks_leased": "leased",
+    "blocks_quarantined": "quaran-\ntined",
+    "waiting": "waiting",
+    "running": "running",
+    "importing": "import-\ning",
+}
+"""Fields of a node's status, and headings short enough for a line of 80 characters."""
 
 
 @click.command("status")
@@ -35,26 +39,37 @@ def command(router: str, as_json: bool) -> None:
 
 
 def draw_status(status: ClusterStatus) -> RenderableType:
-    """A line about the router and a table of its nodes."""
+    """A line about the router, what its nodes are, and their blocks and queues."""
     finished = ", ".join(f"{count} {name}" for name, count in sorted(status.finished.items()))
     router = Text(
-        f"router {status.address}  model {status.model}  queued {status.queued}  "
-        f"running {status.running}  finished: {finished or 'none'}"
+        f"router {status.address}, model {status.model}: {status.queued} queued, "
+        f"{status.running} running, finished: {finished or 'none'}"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("kind", "address", "model", "transports"):
-        table.add_column(name, overflow="fold")
-    for name in _COUNTS:
-        # "blocks_free" becomes two short lines.
-        table.add_column(name.replace("_", "\n"), justify="right")
-    table.add_column("serving")
-    for node in status.nodes:
-        table.add_row(
-            node.info.kind.label,
-            node.info.address,
-            node.info.model,
-            ", ".join(node.info.transports),
-            *(str(getattr(node, name)) for name in _COUNTS),
-            "yes" if node.serving else "no",
-        )
-    return Group(router, table if status.nodes else Text("no node has joined"))
+    if not status.nodes:
+        return Group(router, Text("no node has joined"))
+    return Group(router, Text(), _nodes(status.nodes), Text(), _counts(status.nodes))
+
+
+def _nodes(nodes: Sequence[NodeStatus]) -> Table:
+    table = _table("kind", "address", "model", "transports", "serving")
+    for node in nodes:
+        info, serving = node.info, "yes" if node.serving else "no"
+        transports = ", ".join(info.transports)
+        table.add_row(info.kind.label, info.address, info.model, transports, serving)
+    return table
+
+
+def _counts(nodes: Sequence[NodeStatus]) -> Table:
+    table = _table("address")
+    for heading in _COUNTS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for node in nodes:
+        table.add_row(node.info.address, *(str(getattr(node, field)) for field in _COUNTS))
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table

@@ -9,7 +9,8 @@ from rich.text import Text
 from splitserve.core.lifetime import Lifetime, LifetimeEvent, LifetimeEventKind
 
 PHASES = ("queued", "prefill", "migration", "decode")
-BAR_WIDTH_CELLS = 48
+BAR_WIDTH_CELLS = 32
+"""Leaves room for times and a node's name on a line of 80 characters."""
 
 _STYLES = {"queued": "dim", "prefill": "blue", "migration": "magenta", "decode": "green"}
 _NS_PER_MS = 1e6
@@ -129,7 +130,7 @@ def _bars(found: list[Phase], span_ns: int) -> Table:
     table.add_column("phase")
     table.add_column("", no_wrap=True, min_width=BAR_WIDTH_CELLS)
     table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("where")
+    table.add_column("where", overflow="fold")
     for phase in found:
         bar = Text(bar_cells(phase.stretches_ns, span_ns), style=_STYLES[phase.name])
         table.add_row(phase.name, bar, format_ms(phase.duration_ns), phase.node)
@@ -153,7 +154,7 @@ def _events(events: list[LifetimeEvent]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("at", justify="right", no_wrap=True)
     table.add_column("event", no_wrap=True)
-    table.add_column("on")
+    table.add_column("on", overflow="fold")
     for event in events:
         table.add_row(format_ms(event.time_ns - events[0].time_ns), event.kind.name, event.node)
     return table

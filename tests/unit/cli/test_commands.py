@@ -196,10 +196,15 @@ def test_abort_ends_the_request_by_name(router: ScriptedRouter, run) -> None:
 
 def test_status_shows_the_router_and_its_nodes(run) -> None:
     result = run("status")
-    assert "queued 1  running 2  finished: 7 stop" in result.stdout
-    row = result.stdout.splitlines()[-1].split()
-    assert row[:5] == ["prefill", "127.0.0.1:1", "tiny", "shm,", "tcp"]
-    assert row[5:] == ["10", "5", "2", "2", "1", "3", "4", "0", "yes"]
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert " ".join(lines[0]).endswith("model tiny: 1 queued, 2 running, finished: 7 stop")
+    assert ["prefill", "127.0.0.1:1", "tiny", "shm,", "tcp", "yes"] in lines
+    assert lines[-1] == ["127.0.0.1:1", "10", "5", "2", "2", "1", "3", "4", "0"]
+
+
+def test_status_without_nodes_says_so(router: ScriptedRouter, run) -> None:
+    router.nodes = []
+    assert "no node has joined" in run("status").stdout
 
 
 def test_status_as_json_has_every_field(run) -> None:
