@@ -7,6 +7,9 @@ import click
 
 from splitserve.core.errors import SplitserveError
 
+EXIT_INTERRUPTED = 130
+"""What shells expect of a program that Ctrl-C has ended."""
+
 _COMMANDS = {
     "abort": "End a running request.",
     "demo": "Start a cluster on this machine, ask it something, show what happened.",
@@ -40,6 +43,8 @@ class _LazyGroup(click.Group):
             for note in getattr(error, "__notes__", ()):
                 click.echo(f"splitserve: {note}", err=True)
             ctx.exit(1)
+        except KeyboardInterrupt:
+            ctx.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=_LazyGroup)

@@ -10,9 +10,6 @@ from splitserve.cli.options import json_option, router_option, sampling_options,
 from splitserve.client import Client, Generation
 from splitserve.core.lifetime import Lifetime
 
-EXIT_INTERRUPTED = 130
-"""What shells expect of a program that Ctrl-C has ended."""
-
 
 @click.command("generate")
 @click.argument("prompt", required=False)
@@ -46,10 +43,7 @@ def command(
             request_id=request_id,
             timeout=timeout,
         )
-        try:
-            lifetime = write_json(generation) if as_json else stream_text(generation)
-        except KeyboardInterrupt:
-            click.get_current_context().exit(EXIT_INTERRUPTED)
+        lifetime = write_json(generation) if as_json else stream_text(generation)
     if show_lifetime and lifetime is not None:
         from rich.console import Console
 
