@@ -27,8 +27,9 @@ class OneProcess:
     """Computes each prompt whole and each token alone: no chunks, no batch, no hand-over."""
 
     def __init__(self, model: Path, *, dummy_seed: int | None = 0, dtype: str = "float32") -> None:
+        torch.set_num_threads(1)
         self.config = ModelConfig.from_dir(model)
-        self._decoder = load_decoder(self.config, model, dtype, dummy_seed=dummy_seed)
+        self._decoder = load_decoder(self.config, model, dtype, dummy_seed=dummy_seed, progress=None)
         self._dtype = getattr(torch, dtype)
 
     def generate(self, token_ids: list[int], sampling: SamplingParams) -> Answer:

@@ -62,7 +62,7 @@ class Membership:
                 await asyncio.sleep(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, JOIN_RETRY_S[1])
 
-    async def _join(self, stub: node_pb2_grpc.MembershipAsyncStub) -> str:
+    async def _join(self, stub: "node_pb2_grpc.MembershipAsyncStub") -> str:
         """Is a member until the call ends; returns why it ended."""
         call = stub.Join(node_info_to_proto(self._info))
         joined = False
