@@ -90,6 +90,7 @@ class Executor:
         Raises:
             InternalError: A worker has died, or dies in this step.
         """
+        assert batch.rows, "a step computes something"
         outputs: list[StepOutput] = await asyncio.gather(
             *(worker.step(batch) for worker in self._workers)
         )

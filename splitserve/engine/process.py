@@ -82,6 +82,7 @@ class WorkerProcess:
         epoch: This start of the node.
 
     Attributes:
+        pid: The process's id.
         ready: What the worker has become, or why it could not.
         ended: Why the process ended; set once nothing of it runs, and all its calls are over.
     """
@@ -103,14 +104,15 @@ class WorkerProcess:
         self._sockets = (steps, pulls)
         fds = (their_steps.fileno(), their_pulls.fileno(), their_death)
         self._process = _popen(rank, config.threads, fds)
+        self.pid = self._process.pid
         their_steps.close()
         their_pulls.close()
         os.close(their_death)
         # The process and its links; it has ended, and all it said is heard, when all have.
         self._open_ends = 1
-        self._pid_fd = os.pidfd_open(self._process.pid)
+        self._pid_fd = os.pidfd_open(self.pid)
         loop.add_reader(self._pid_fd, self._on_exit)
-        log.info("worker started", extra={"rank": rank, "pid": self._process.pid})
+        log.info("worker started", extra={"rank": rank, "pid": self.pid})
 
     async def connect(self) -> None:
         """Tells the process what to be; `ready` says what came of it."""
@@ -188,7 +190,7 @@ class WorkerProcess:
 
     def _kill(self) -> None:
         if self._process.returncode is None:
-            log.warning("worker killed", extra={"pid": self._process.pid})
+            log.warning("worker killed", extra={"pid": self.pid})
             self._process.kill()
 
     def _conclude(self) -> None:
