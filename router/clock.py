@@ -25,15 +25,11 @@ class NodeClock:
         self._samples: deque[tuple[int, int]] = deque(maxlen=CLOCK_SAMPLES)
         self._offset_ns = 0
 
-    @property
-    def unanswered(self) -> int:
-        """Pings on their way."""
-        return len(self._sent_ns)
-
     def ping(self) -> work_pb2.Ping:
         """The next ping; send it at once."""
         self._sequence += 1
         self._sent_ns[self._sequence] = self._now_ns()
+        self._sent_ns.pop(self._sequence - CLOCK_SAMPLES, None)
         return work_pb2.Ping(sequence=self._sequence)
 
     def pong(self, pong: work_pb2.Pong) -> None:

@@ -83,6 +83,7 @@ class NodeSession:
         self._limit: int | None = None
         self._refused_s = 0.0
         self._clock = NodeClock()
+        self._silent_beats = 0
         self._command: Any = (
             work_pb2.PrefillCommand if info.kind is NodeKind.PREFILL else work_pb2.DecodeCommand
         )
@@ -218,6 +219,8 @@ class NodeSession:
         reason = "the node ended the work stream"
         try:
             while (update := await self._call.read()) is not grpc.aio.EOF:
+                # Any news are a sign of life: a pong may have to wait behind many of them.
+                self._silent_beats = 0
                 if update.HasField("step"):
                     self._deliver(update.step.progress)
                 elif update.HasField("pong"):
@@ -302,9 +305,10 @@ class NodeSession:
         """
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
-            if self._clock.unanswered >= MAX_UNANSWERED_PINGS:
-                self.end(f"the node left {self._clock.unanswered} pings unanswered")
+            if self._silent_beats >= MAX_UNANSWERED_PINGS:
+                self.end(f"the node left {self._silent_beats} pings unanswered")
                 return
+            self._silent_beats += 1
             self._send(None)
             if self.info.kind is NodeKind.PREFILL and self._attempts:
                 renew = work_pb2.RenewLeases(tickets=self._attempts)

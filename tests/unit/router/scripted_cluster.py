@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scripted_node import Behaviour, ScriptedNode, decode, prefill
 
 from router.daemon import Router
+from router.model import ServedModel
 from splitserve.core.node import NodeKind
 from splitserve.v1 import common_pb2, router_pb2
 
@@ -76,6 +77,9 @@ class Cluster:
 
     async def ask(self, token_ids: Sequence[int] = (1, 2, 3), **arguments: Any) -> Reply:
         return await read(self.call(token_ids, **arguments))
+
+    def roomy_model(self, max_model_len: int) -> ServedModel:
+        return replace(self.router.members.model, max_model_len=max_model_len)
 
     @property
     def tickets(self) -> int:

@@ -30,7 +30,7 @@ def tokens_of(prompt_length: int, count: int) -> list[int]:
 
 async def until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  (not every condition has an event)
             await asyncio.sleep(0.002)
 
 
@@ -89,6 +89,7 @@ class ScriptedNode(
         self.behave = behave
         self.skew_ns = 0
         self.answers_pings = True
+        self.answers_status = True
         self.starts: list[Any] = []
         self.cancels: list[str] = []
         self.renewed: set[str] = set()
@@ -217,6 +218,8 @@ class ScriptedNode(
                 self._out.put_nowait(work_pb2.WorkUpdate(pong=pong))
 
     async def GetNodeStatus(self, request: Any, context: Any) -> node_pb2.NodeStatus:
+        if not self.answers_status:
+            await asyncio.Event().wait()
         return node_pb2.NodeStatus(info=node_info_to_proto(self.info), serving=True)
 
     async def Drain(self, request: Any, context: Any) -> node_pb2.DrainResponse:
