@@ -180,7 +180,7 @@ class RouterConfig:
     listen: str = "127.0.0.1:50050"
     max_queued_requests: int = 1024
     max_retries: int = 3
-    handover_timeout_s: float = 30.0
+    handover_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import NODE_OPTIONS, assert_settled, segments, wait_until
+from conftest import NODE_OPTIONS, assert_settled, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitserve.client import Client
@@ -177,7 +177,6 @@ def test_a_second_sigterm_stops_at_once(tiny_model):
 
 
 def test_killing_every_daemon_leaves_no_worker_and_no_segment(tiny_model):
-    before = segments()
     with LocalCluster(
         tiny_model, prefill_options=NODE_OPTIONS, decode_options=NODE_OPTIONS
     ) as cluster:
@@ -187,12 +186,18 @@ def test_killing_every_daemon_leaves_no_worker_and_no_segment(tiny_model):
             for child in psutil.Process(daemon.pid).children(recursive=True)
         ]
         assert len(workers) == 2
-        assert len(segments() - before) == 2
+        with cluster.client() as client:
+            epochs = [node.info.epoch for node in client.status().nodes]
+
+        def segments() -> list[Path]:
+            return [p for e in epochs for p in Path("/dev/shm").glob(f"splitserve-{e}-*")]
+
+        assert len(segments()) == 2
         for daemon in cluster.processes:
             daemon.process.kill()
         gone, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive
-        wait_until(lambda: segments() <= before, 5, "the segments are gone")
+        wait_until(lambda: not segments(), 5, "the segments are gone")
 
 
 def test_the_router_never_imports_torch_and_is_small(cluster):
