@@ -45,6 +45,13 @@ def workers() -> list[psutil.Process]:
     ]
 
 
+def suspend(pid: int) -> psutil.Process:
+    process = psutil.Process(pid)
+    process.suspend()
+    os.waitid(os.P_PID, pid, os.WSTOPPED)  # All its threads.
+    return process
+
+
 def spec(position: int) -> SampleSpec:
     return SampleSpec(SamplingParams(seed=11, logprobs=3), position)
 
@@ -166,8 +173,7 @@ async def test_a_pull_does_not_wait_for_a_step(source, target):
 
 async def test_a_cancelled_pull_ends_only_when_nothing_writes_any_more(source, target):
     await source.execute(prompt((1, 2, 3)))
-    process = psutil.Process(target._workers[0].pid)
-    process.suspend()
+    process = suspend(target._workers[0].pid)
     try:
         pull = asyncio.create_task(target.pull(PullJob(handle(source, (1, 2, 3)), (20, 21))))
         await asyncio.sleep(0)
@@ -223,7 +229,7 @@ async def test_an_error_in_a_step_ends_the_worker(doomed):
 
 async def test_a_stuck_worker_is_killed_at_stop_and_its_memory_taken_back(doomed, monkeypatch):
     monkeypatch.setattr(executor_module, "WORKER_STOP_TIMEOUT_S", 0.1)
-    psutil.Process(doomed._workers[0].pid).suspend()
+    suspend(doomed._workers[0].pid)
     await doomed.stop()  # The fixture checks what is left.
 
 
