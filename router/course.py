@@ -6,8 +6,8 @@ so far: after a failure they are prefilled once more, and the client notices not
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from router.admission import Prompt
@@ -73,10 +73,16 @@ class Course:
         self._news: asyncio.Queue[Exception | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Sets out. From here on the request's end releases all that nodes hold of it."""
-        self._request.on_finish = self._release
-        self._task = asyncio.create_task(self._run())
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Drives the request within; nodes hold nothing of it once it ends, or after this."""
+        if self._request.outcome is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            with self._request.when_finished(self._release):
+                yield
+        finally:
+            self._release()
 
     def on_progress(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
         """Takes a node's news; a fault of ours ends this request and no other."""

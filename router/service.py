@@ -60,15 +60,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise UnavailableError("this router is stopping; ask another, or again")
         self._members.check_ready()
         with self._tracker.track(self._admission.request_id(request)) as tracked:
-            async with _client_limits(tracked, context) as limits:
+            async with _client_limits(tracked, context):
                 prompt = await self._admission.read(request)
                 tracked.prompt_tokens = len(prompt.token_ids)
                 answer = Answer(
                     self._members.model.tokenizer, prompt.token_ids, prompt.sampling.stop
                 )
-                if tracked.outcome is None:
-                    Course(tracked, prompt, answer, self._dispatcher, self._config).start()
-                await _relay(tracked, answer, context, limits)
+                course = Course(tracked, prompt, answer, self._dispatcher, self._config)
+                with course.running():
+                    await _relay(tracked, answer, context)
 
     async def Abort(
         self, request: router_pb2.AbortRequest, context: Context
@@ -98,9 +98,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
 
 
-async def _relay(
-    tracked: TrackedRequest, answer: Answer, context: Context, limits: asyncio.Timeout
-) -> None:
+async def _relay(tracked: TrackedRequest, answer: Answer, context: Context) -> None:
     """Hands the client all there is, message by message; a slow reader finds it in one."""
     while True:
         await tracked.changed()
@@ -109,7 +107,6 @@ async def _relay(
             raise outcome
         if outcome is not None:
             answer.end()
-            limits.reschedule(_sooner(limits.when(), CLIENT_STALL_TIMEOUT_S))
         delta = answer.take() or router_pb2.GenerateResponse()
         delta.request_id = tracked.request_id
         if delta.token_ids:
@@ -127,13 +124,13 @@ async def _relay(
 
 
 @asynccontextmanager
-async def _client_limits(
-    tracked: TrackedRequest, context: Context
-) -> AsyncIterator[asyncio.Timeout]:
-    """Within, the client is there and its deadline has not passed."""
+async def _client_limits(tracked: TrackedRequest, context: Context) -> AsyncIterator[None]:
+    """Within, the client is there, reads, and its deadline has not passed."""
     try:
-        async with asyncio.timeout(context.time_remaining()) as limits:
-            yield limits
+        async with asyncio.timeout(context.time_remaining()) as limit:
+            # A reader too slow for what is complete may be stuck in any message, not the last.
+            with tracked.when_finished(lambda: _hurry(limit)):
+                yield
     except TimeoutError:
         raise DeadlineExceededError(
             "deadline: it passed before the answer was complete and read"
@@ -145,6 +142,6 @@ async def _client_limits(
         raise
 
 
-def _sooner(when: float | None, in_s: float) -> float:
-    then = asyncio.get_running_loop().time() + in_s
-    return then if when is None else min(when, then)
+def _hurry(limit: asyncio.Timeout) -> None:
+    then = asyncio.get_running_loop().time() + CLIENT_STALL_TIMEOUT_S
+    limit.reschedule(then if (when := limit.when()) is None else min(when, then))

@@ -36,7 +36,6 @@ class TrackedRequest:
         prompt_tokens: Tokens of its prompt, once they are known.
         completion_tokens: Tokens handed to its client.
         outcome: How it ended; None while nodes may still work for it.
-        on_finish: Called once, at the very moment it ends: lets go of all that nodes hold.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -45,7 +44,7 @@ class TrackedRequest:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.outcome: Outcome | None = None
-        self.on_finish: Callable[[], None] = lambda: None
+        self._on_finish: list[Callable[[], None]] = []
         self._received_ns = time.monotonic_ns()
         self._changed = asyncio.Event()
         self.note(LifetimeEventKind.ISSUED)
@@ -79,9 +78,19 @@ class TrackedRequest:
         self.outcome = outcome
         self.lifetime.outcome = outcome_name(outcome)
         self._close_decode()
-        self.on_finish()
+        for call in self._on_finish:
+            call()
         self.wake()
         return True
+
+    @contextmanager
+    def when_finished(self, call: Callable[[], None]) -> Iterator[None]:
+        """If it ends within, calls at that very moment."""
+        self._on_finish.append(call)
+        try:
+            yield
+        finally:
+            self._on_finish.remove(call)
 
     def wake(self) -> None:
         """Lets `changed` return: there is more for the client."""

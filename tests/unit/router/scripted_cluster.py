@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc.aio
 from scripted_node import Behaviour, ScriptedNode, decode, prefill
 
 from router.daemon import Router
@@ -88,7 +89,8 @@ class Cluster:
 
 
 async def read(call: Any) -> Reply:
+    """All that is still to come."""
     reply = Reply()
-    async for message in call:
+    while (message := await call.read()) is not grpc.aio.EOF:
         reply.messages.append(message)
     return reply
