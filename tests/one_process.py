@@ -1,4 +1,4 @@
-"""The judge of prefill + decode: the same model and sampler in one process, one request at a time."""
+"""The judge of prefill + decode: the same model and sampler in one process, one at a time."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,9 @@ class OneProcess:
     def __init__(self, model: Path, *, dummy_seed: int | None = 0, dtype: str = "float32") -> None:
         torch.set_num_threads(1)
         self.config = ModelConfig.from_dir(model)
-        self._decoder = load_decoder(self.config, model, dtype, dummy_seed=dummy_seed, progress=None)
+        self._decoder = load_decoder(
+            self.config, model, dtype, dummy_seed=dummy_seed, progress=None
+        )
         self._dtype = getattr(torch, dtype)
 
     def generate(self, token_ids: list[int], sampling: SamplingParams) -> Answer:

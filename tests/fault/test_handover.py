@@ -49,6 +49,7 @@ class CopyByHand:
 class World:
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.freed = asyncio.Event()
         self.blocks = BlockManager(8, LAYOUT.block_size)
         self.leases = Leases(self.blocks, ttl_s=10.0, clock=lambda: self.now_s)
         self.released: list[str] = []
@@ -69,9 +70,11 @@ class World:
         return asyncio.create_task(self.puller.pull(request, Source(self.address, epoch)))
 
     async def until_blocks(self, **counts: int) -> None:
+        self.blocks.on_free = self.freed.set
         async with asyncio.timeout(DEADLINE_S):
             while any(getattr(self.blocks.counts, k) != v for k, v in counts.items()):
-                await asyncio.sleep(0.005)
+                self.freed.clear()
+                await self.freed.wait()
         self.blocks.check()
 
 

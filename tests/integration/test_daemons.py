@@ -195,7 +195,7 @@ def test_killing_every_daemon_leaves_no_worker_and_no_segment(tiny_model):
         assert len(segments()) == 2
         for daemon in cluster.processes:
             daemon.process.kill()
-        gone, alive = psutil.wait_procs(workers, timeout=10)
+        _, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive
         wait_until(lambda: not segments(), 5, "the segments are gone")
 
