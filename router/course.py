@@ -12,8 +12,9 @@ from typing import Any
 
 from router.admission import Prompt
 from router.answer import Answer
+from router.attempts import Attempt
 from router.dispatch import Dispatcher
-from router.session import Attempt, NodeSession, migrated
+from router.session import NodeSession, migrated
 from router.tracker import TrackedRequest
 from splitserve.core.config import MAX_QUEUE_WAIT_S, RouterConfig
 from splitserve.core.errors import (
@@ -121,7 +122,7 @@ class Course:
         elif progress.HasField("error"):
             self._refused(attempt, error_from_code(progress.error.code, progress.error.message))
         elif progress.token_ids and not decoding:
-            attempt.session.lease(attempt)
+            attempt.session.attempts.lease(attempt)
             self._news.put_nowait(None)
 
     def _take_over(self) -> None:
@@ -133,10 +134,10 @@ class Course:
 
     def _refused(self, attempt: Attempt, error: SplitserveError) -> None:
         self._held.remove(attempt)
+        attempt.session.drop(attempt)
         if isinstance(error, ResourceExhaustedError) and not self._migrated:
-            attempt.session.refused(attempt)
+            attempt.session.attempts.refuse()
         else:
-            attempt.session.drop(attempt)
             self._note_failure(attempt, error)
         self._news.put_nowait(error)
 

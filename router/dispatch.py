@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Callable, Collection
 
+from router.attempts import Attempt
 from router.members import Members
-from router.session import Attempt, NodeSession
+from router.session import NodeSession
 from splitserve.core.config import OVERLOAD_PAUSE_S
 from splitserve.core.errors import UnavailableError
 from splitserve.core.node import NodeKind
@@ -53,6 +54,6 @@ class Dispatcher:
         usable = self._members.usable(kind)
         if not usable:
             raise UnavailableError(f"no {kind.label} node is joined")
-        free = [session for session in usable if session.has_room]
+        free = [session for session in usable if session.attempts.has_room]
         preferred = [session for session in free if session not in avoid] or free
-        return min(preferred, key=lambda session: session.load, default=None)
+        return min(preferred, key=lambda session: session.attempts.load, default=None)

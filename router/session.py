@@ -1,22 +1,19 @@
 """One work stream to one node: commands out, news in, and what the node holds for this router."""
 
 import asyncio
-import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
+from router.attempts import Attempt, Attempts, Holder
 from router.clock import NodeClock
 from splitserve.core.config import (
     CLOCK_PINGS,
     MAX_PENDING_COMMANDS,
     MAX_UNANSWERED_PINGS,
     NODE_STATUS_TIMEOUT_S,
-    OVERLOAD_PAUSE_S,
     PING_INTERVAL_S,
     RPC_TIMEOUT_S,
 )
@@ -28,40 +25,9 @@ from splitserve.rpc.convert import event_from_proto, node_info_to_proto
 from splitserve.rpc.errors import error_from_rpc
 from splitserve.v1 import common_pb2, node_pb2, node_pb2_grpc, work_pb2, work_pb2_grpc
 
-log = logging.getLogger(__name__)
-
-
-class Holder(Protocol):
-    """Whose attempt it is. Both calls are plain functions: the stream waits for nobody."""
-
-    def on_progress(self, attempt: "Attempt", progress: work_pb2.Progress) -> None:
-        """Takes the node's news."""
-
-    def on_lost(self, attempt: "Attempt", reason: str) -> None:
-        """The node is gone, and with it all it held."""
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """What a node holds of a request: a prompt or answer it computes, or a lease.
-
-    Attributes:
-        ticket: The hand-over it belongs to.
-        num_tokens: Tokens given to the node.
-        session: The node.
-        holder: Who takes its news.
-        leased: Whether the prompt is computed and only its KV is held.
-    """
-
-    ticket: str
-    num_tokens: int
-    session: "NodeSession"
-    holder: Holder
-    leased: bool = False
-
 
 class NodeSession:
-    """A node as its router sees it. Its attempts are the only record of its load.
+    """A node as its router sees it.
 
     Args:
         info: What the node is, as it joined.
@@ -70,6 +36,7 @@ class NodeSession:
 
     Attributes:
         info: What the node is.
+        attempts: What it holds for this router.
         leaving: Set once it takes no new work.
         lost: Why the stream is no more; empty while it stands.
     """
@@ -78,10 +45,7 @@ class NodeSession:
         self.info = info
         self.leaving = False
         self.lost = ""
-        self._on_room = on_room
-        self._attempts: dict[str, Attempt] = {}
-        self._limit: int | None = None
-        self._refused_s = 0.0
+        self.attempts = Attempts(info.kind, on_room)
         self._clock = NodeClock()
         self._silent_beats = 0
         self._command: Any = (
@@ -100,46 +64,11 @@ class NodeSession:
         """Whether it can be given work."""
         return not self.leaving and not self.lost
 
-    @property
-    def idle(self) -> bool:
-        """Whether the node holds nothing for this router."""
-        return not self._attempts
-
-    @property
-    def load(self) -> tuple[int, int, int]:
-        """What to compare nodes by; smaller is freer.
-
-        A prefill node's is its prompt tokens to compute, then those leased; a decode node's is its
-        requests, then their tokens.
-        """
-        computing = [a.num_tokens for a in self._attempts.values() if not a.leased]
-        if self.info.kind is NodeKind.DECODE:
-            return len(computing), sum(computing), 0
-        leased = sum(a.num_tokens for a in self._attempts.values() if a.leased)
-        return sum(computing), leased, len(computing)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it is worth asking the node to take one more.
-
-        After a refusal that is so once it has less to do, or one more every so often, as others
-        may use it too.
-        """
-        if self._limit is None:
-            return True
-        grown = int((time.monotonic() - self._refused_s) / OVERLOAD_PAUSE_S)
-        return self._num_computing < self._limit + grown
-
-    @property
-    def _num_computing(self) -> int:
-        return sum(not attempt.leased for attempt in self._attempts.values())
-
     def start(self, start: Any, holder: Holder) -> Attempt:
         """Gives the node a `PrefillStart` or `DecodeStart`."""
         assignment = start.assignment
         attempt = Attempt(assignment.ticket, len(assignment.token_ids), self, holder)
-        assert attempt.ticket not in self._attempts, "a ticket is on a node once"
-        self._attempts[attempt.ticket] = attempt
+        self.attempts.add(attempt)
         self._send(self._command(start=start))
         return attempt
 
@@ -150,24 +79,12 @@ class NodeSession:
 
     def drop(self, attempt: Attempt) -> bool:
         """Forgets an attempt of which the node holds nothing; says whether it was known."""
-        if self._attempts.pop(attempt.ticket, None) is None:
+        if not self.attempts.drop(attempt):
             return False
-        self._room()
-        if self.leaving and self.idle:
+        if self.leaving:
             # Closing lets the Cancel that may follow this go first.
             asyncio.get_running_loop().call_soon(self._close_if_idle)
         return True
-
-    def lease(self, attempt: Attempt) -> None:
-        """The prompt is computed; its KV stays for a decode node."""
-        attempt.leased = True
-        self._room()
-
-    def refused(self, attempt: Attempt) -> None:
-        """The node's queue was full: no failure, but no more than what it has until it has less."""
-        self.drop(attempt)
-        self._limit = self._num_computing
-        self._refused_s = time.monotonic()
 
     def on_our_clock(self, event: common_pb2.LifetimeEvent) -> LifetimeEvent:
         """A node's event, on the router's clock and with the node's name."""
@@ -260,7 +177,7 @@ class NodeSession:
         await self._channel.close()
 
     def _deliver(self, news: Any) -> None:
-        attempts = self._attempts
+        attempts = self.attempts.by_ticket
         for progress in news:
             # Late news of a ticket that has been cancelled meanwhile concerns nobody.
             if attempt := attempts.get(progress.ticket):
@@ -268,16 +185,12 @@ class NodeSession:
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason
-        attempts, self._attempts = self._attempts, {}
-        for attempt in attempts.values():
+        for attempt in self.attempts.take_all():
             attempt.holder.on_lost(attempt, self.lost)
 
     def _close_if_idle(self) -> None:
-        if self.leaving and self.idle and not self._pending:
+        if self.leaving and not self.attempts and not self._pending:
             self.end("the node left")
-
-    def _room(self) -> None:
-        self._on_room()
 
     def _send(self, command: Any) -> None:
         if self.lost:
@@ -310,8 +223,8 @@ class NodeSession:
                 return
             self._silent_beats += 1
             self._send(None)
-            if self.info.kind is NodeKind.PREFILL and self._attempts:
-                renew = work_pb2.RenewLeases(tickets=self._attempts)
+            if self.info.kind is NodeKind.PREFILL and self.attempts:
+                renew = work_pb2.RenewLeases(tickets=self.attempts.by_ticket)
                 self._send(self._command(renew=renew))
 
 

@@ -1,7 +1,7 @@
 """How many tokens a second a router relays, against one bare gRPC hop with the same messages.
 
 Run it: ``PYTHONPATH=tests python tests/unit/router/measure_relay.py``. Client, router and node are
-a process each. In lockstep, a node's step waits until every client has read the one before it.
+a process each; give a file name to have the router's profile written there.
 """
 
 import asyncio

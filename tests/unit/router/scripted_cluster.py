@@ -85,7 +85,7 @@ class Cluster:
     @property
     def tickets(self) -> int:
         """Attempts that any session still knows."""
-        return sum(len(session._attempts) for session in self.router.members.sessions)
+        return sum(len(session.attempts) for session in self.router.members.sessions)
 
 
 async def read(call: Any) -> Reply:

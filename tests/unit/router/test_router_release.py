@@ -142,4 +142,4 @@ async def test_counters_are_zero_after_a_thousand_requests_of_every_fate(cluster
     assert (tracker.num_queued, tracker.num_running, cluster.tickets) == (0, 0, 0)
     assert sum(tracker.totals.values()) == 1000
     for session in cluster.router.members.sessions:
-        assert session.load == (0, 0, 0)
+        assert session.attempts.load == (0, 0, 0)
