@@ -7,7 +7,8 @@ import click
 from prefill_node.daemon import serve
 from splitserve.core.config import NodeConfig
 from splitserve.core.node import NodeKind
-from splitserve.engine.options import node_config, node_options, option
+from splitserve.core.options import option
+from splitserve.engine.options import node_config, node_options
 from splitserve.rpc.daemon import run_daemon
 
 NAME = "prefill-node"

@@ -67,7 +67,9 @@ class Admission:
         sampling = sampling_from_proto(message.sampling)
         for token_id in sampling.stop_token_ids:
             self._check_token("stop_token_ids", token_id)
-        sampling = self._resolve(sampling, tokens := await self._tokens(message))
+        tokens = await self._tokens(message)
+        self._check_length(message.WhichOneof("input") or "input", len(tokens))
+        sampling = self._resolve(sampling, len(tokens))
         return Prompt(tokens, sampling, sampling_to_proto(replace(sampling, stop=())))
 
     async def _tokens(self, message: router_pb2.GenerateRequest) -> list[int]:
@@ -94,7 +96,7 @@ class Admission:
 
     def _given(self, ids: Sequence[int]) -> list[int]:
         # The length first: nobody makes us look at millions of ids that cannot be served.
-        self._check_length(len(ids))
+        self._check_length("token_ids", len(ids))
         tokens = list(ids)
         self._check_token("token_ids", max(tokens))
         return tokens
@@ -103,27 +105,26 @@ class Admission:
         if token_id >= self._model.vocab_size:
             raise invalid(field, token_id, f"ids below {self._model.vocab_size}, the vocabulary")
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, field: str, length: int) -> None:
         limit = self._members.max_model_len
         if length == 0:
-            raise InvalidArgumentError("prompt: it has no tokens; at least 1 is needed")
+            raise InvalidArgumentError(f"{field}: it has no tokens; at least 1 is needed")
         if length >= limit:
             raise InvalidArgumentError(
-                f"prompt: {length} tokens; allowed: at most {limit - 1}, as prompt and answer "
+                f"{field}: {length} tokens; allowed: at most {limit - 1}, as prompt and answer "
                 f"together are limited to {limit}"
             )
 
-    def _resolve(self, sampling: SamplingParams, tokens: list[int]) -> SamplingParams:
-        """Sets what the client left open."""
-        self._check_length(len(tokens))
-        left = self._members.max_model_len - len(tokens)
+    def _resolve(self, sampling: SamplingParams, length: int) -> SamplingParams:
+        """Sets what the client left open, for a prompt of this many tokens."""
+        left = self._members.max_model_len - length
         max_tokens = sampling.max_tokens
         if max_tokens is None:
             max_tokens = min(DEFAULT_MAX_TOKENS, left)
         elif max_tokens > left:
             raise InvalidArgumentError(
-                f"max_tokens: {max_tokens} is not allowed; with a prompt of {len(tokens)} tokens "
-                f"and a limit of {left + len(tokens)} for both together, at most {left}"
+                f"max_tokens: {max_tokens} is not allowed; with a prompt of {length} tokens "
+                f"and a limit of {left + length} for both together, at most {left}"
             )
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
         return replace(sampling, max_tokens=max_tokens, seed=seed)

@@ -6,7 +6,7 @@ import click
 
 from router.daemon import serve
 from splitserve.core.config import RouterConfig
-from splitserve.engine.options import LOG_LEVELS, option
+from splitserve.core.options import LOG_LEVELS, option
 from splitserve.rpc.daemon import run_daemon
 
 NAME = "router"

@@ -8,27 +8,7 @@ import click
 
 from splitserve.core.config import DEVICES, DTYPES, EngineConfig, NodeConfig, default_threads
 from splitserve.core.node import NodeKind
-
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
-Command = Callable[..., Any]
-
-
-def option(daemon: str, name: str, **attributes: Any) -> Callable[[Command], Command]:
-    """A click option that the environment can set too.
-
-    ``--max-batch-size`` of the prefill node reads ``SPLITSERVE_PREFILL_NODE_MAX_BATCH_SIZE``,
-    then ``SPLITSERVE_MAX_BATCH_SIZE``, so that daemons on one host can share settings or differ.
-    """
-    stem = name.removeprefix("--").replace("-", "_").upper()
-    prefix = daemon.replace("-", "_").upper()
-    return click.option(
-        name,
-        envvar=[f"SPLITSERVE_{prefix}_{stem}", f"SPLITSERVE_{stem}"],
-        show_envvar=True,
-        show_default=attributes.pop("show_default", True),
-        **attributes,
-    )
+from splitserve.core.options import LOG_LEVELS, Command, option
 
 
 def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:

@@ -28,13 +28,13 @@ def sampling(**fields: Any) -> common_pb2.SamplingParams:
     [
         ({}, "input"),
         ({"prompt": ""}, "prompt: it has no tokens"),
-        ({"token_ids": ids(0)}, "prompt: it has no tokens"),
+        ({"token_ids": ids(0)}, "token_ids: it has no tokens"),
         ({"token_ids": router_pb2.TokenIds(ids=[511, 512])}, "token_ids: 512"),
-        ({"token_ids": ids(LIMIT)}, f"prompt: {LIMIT} tokens; allowed: at most {LIMIT - 1}"),
+        ({"token_ids": ids(LIMIT)}, f"token_ids: {LIMIT} tokens; allowed: at most {LIMIT - 1}"),
         ({"prompt": "a b c " * 100_000}, "prompt: "),
         ({"chat": router_pb2.Chat()}, "chat.messages"),
         ({"chat": chat("robot")}, "chat.messages[0].role"),
-        ({"chat": chat("user", "long text " * 10_000)}, "prompt: "),
+        ({"chat": chat("user", "long text " * 10_000)}, "chat: "),
         ({"prompt": "a", "request_id": "x" * 129}, "request_id"),
         ({"prompt": "a", "request_id": "two\nlines"}, "request_id"),
         (
