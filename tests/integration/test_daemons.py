@@ -200,8 +200,9 @@ def test_killing_every_daemon_leaves_no_worker_and_no_segment(tiny_model):
         wait_until(lambda: not segments(), 5, "the segments are gone")
 
 
-def test_the_router_never_imports_torch_and_is_small(cluster):
-    [router] = [daemon for daemon in cluster.processes if daemon.kind == "router"]
+def test_the_router_never_imports_torch_and_is_small_after_its_start(tiny_model, daemons):
+    router = daemons("router", tiny_model, listen="127.0.0.1:0")
+    wait_ready(router)
     process = psutil.Process(router.pid)
     mapped = {Path(entry.path).name for entry in process.memory_maps()}
     assert not [name for name in mapped if name.startswith("libtorch")]

@@ -93,12 +93,16 @@ def fake_daemons(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+@pytest.fixture
+def children() -> Callable[[], set[psutil.Process]]:
+    """What this test has started; the session's own clusters are none of its business."""
+    me = psutil.Process()
+    others = set(me.children(recursive=True))
+    return lambda: set(me.children(recursive=True)) - others
 
 
 def test_a_cluster_serves_inside_the_block_and_is_gone_after_it(
-    model: Path, address: str, signals: Path
+    model: Path, address: str, signals: Path, children: Callable[[], set[psutil.Process]]
 ) -> None:
     with LocalCluster(model, decode_options={"use_dummy_weights": True}) as cluster:
         assert [daemon.kind for daemon in cluster.processes] == ["router", "prefill", "decode"]
@@ -116,7 +120,7 @@ def test_a_cluster_serves_inside_the_block_and_is_gone_after_it(
 
 
 def test_a_daemon_that_dies_at_start_is_quoted_and_the_others_are_stopped(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, children: Callable[[], set[psutil.Process]]
 ) -> None:
     monkeypatch.setenv("FAKE_decode", "die")
     cluster = LocalCluster(model)
@@ -128,7 +132,7 @@ def test_a_daemon_that_dies_at_start_is_quoted_and_the_others_are_stopped(
 
 
 def test_a_node_that_never_gets_ready_is_named_when_the_time_is_over(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, children: Callable[[], set[psutil.Process]]
 ) -> None:
     monkeypatch.setenv("FAKE_prefill", "silent")
     with pytest.raises(UnavailableError, match=r"within 2 s; not ready: prefill-2"):
@@ -136,7 +140,9 @@ def test_a_node_that_never_gets_ready_is_named_when_the_time_is_over(
     assert not children()
 
 
-def test_a_node_that_never_joins_ends_the_start(model: Path, router: ScriptedRouter) -> None:
+def test_a_node_that_never_joins_ends_the_start(
+    model: Path, router: ScriptedRouter, children: Callable[[], set[psutil.Process]]
+) -> None:
     router.nodes = [PREFILL_STATUS, replace(DECODE_STATUS, serving=False)]
     with pytest.raises(UnavailableError, match="not all nodes serve"):
         LocalCluster(model, start_timeout_s=2).__enter__()
@@ -144,7 +150,7 @@ def test_a_node_that_never_joins_ends_the_start(model: Path, router: ScriptedRou
 
 
 def test_ctrl_c_during_the_start_leaves_nothing(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, children: Callable[[], set[psutil.Process]]
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -166,7 +172,7 @@ def test_a_failing_block_keeps_the_logs_and_says_where(model: Path) -> None:
 
 
 def test_a_daemon_that_ignores_sigterm_is_killed(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, children: Callable[[], set[psutil.Process]]
 ) -> None:
     monkeypatch.setenv("FAKE_prefill", "stubborn")
     with LocalCluster(model) as cluster:
