@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.core.config import RouterConfig
-from splitserve.model.config import ModelConfig, architecture_fingerprint
+from splitserve.model.config import ModelConfig
+from splitserve.model.fingerprint import architecture_fingerprint
 from splitserve.text.chat import ChatTemplate
 from splitserve.text.tokenizer import Tokenizer
 

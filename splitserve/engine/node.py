@@ -17,7 +17,7 @@ from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.work import WorkHandler, WorkStreams
 from splitserve.kv.blocks import BlockManager
 from splitserve.kv.memory import sweep_stale
-from splitserve.model.config import fingerprint
+from splitserve.model.fingerprint import fingerprint
 from splitserve.rpc.convert import node_status_to_proto
 from splitserve.rpc.daemon import StopSignals, announce_ready
 from splitserve.rpc.membership import Membership

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from splitserve.core.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from splitserve.model import importer
-from splitserve.model.config import ModelConfig, fingerprint
+from splitserve.model.config import ModelConfig
 from splitserve.model.decoder import ModelInput
+from splitserve.model.fingerprint import fingerprint
 from splitserve.model.importer import default_model, import_model
 from splitserve.model.loader import load_decoder
 

@@ -12,10 +12,9 @@ from splitserve.core.errors import InvalidArgumentError, NotFoundError
 from splitserve.model.config import (
     ModelConfig,
     RopeConfig,
-    architecture_fingerprint,
-    fingerprint,
     resolve_dtype,
 )
+from splitserve.model.fingerprint import architecture_fingerprint, fingerprint
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

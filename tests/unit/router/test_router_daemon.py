@@ -18,7 +18,7 @@ from scripted_node import Behaviour, ScriptedNode, decode, prefill, until
 from tiny_model import write_tiny_model
 
 from splitserve.core.node import NodeKind
-from splitserve.model.config import architecture_fingerprint
+from splitserve.model.fingerprint import architecture_fingerprint
 from splitserve.rpc.channel import open_channel
 from splitserve.v1 import common_pb2, router_pb2, router_pb2_grpc
 
