@@ -118,7 +118,8 @@ class NodeConfig:
         advertise: ``host:port`` the router and peers dial; empty takes the bound address.
         router: ``host:port`` of the router to join.
         max_batch_size: Most requests in a step.
-        max_tokens_per_batch: Most tokens in a step.
+        max_tokens_per_batch: Most prompt tokens in a step (prefill node); a cancelled prompt is
+            computed to the end of its step, so on a CPU this is kept small.
         max_queued_requests: Most requests that wait on this node.
         max_concurrent_pulls: Most pulls at once (decode node).
         lease_ttl_s: Life of a lease that its router no longer renews (prefill node).
@@ -135,7 +136,7 @@ class NodeConfig:
     advertise: str = ""
     router: str = "127.0.0.1:50050"
     max_batch_size: int = 64
-    max_tokens_per_batch: int = 2048
+    max_tokens_per_batch: int = 512
     max_queued_requests: int = 256
     max_concurrent_pulls: int = 2
     lease_ttl_s: float = 60.0

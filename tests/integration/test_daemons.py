@@ -17,6 +17,7 @@ from splitserve.core.sampling import SamplingParams
 from splitserve.local import LocalCluster
 from splitserve.process import DaemonProcess, stop_daemons
 from splitserve.rpc.channel import open_sync_channel
+from splitserve.v1 import node_pb2, node_pb2_grpc
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -157,6 +158,24 @@ def test_sigterm_finishes_what_runs_and_then_ends_with_code_0(tiny_model):
         for daemon in cluster.processes:
             wait_until(lambda daemon=daemon: not daemon.alive, 20, f"{daemon.kind} ended")
             assert daemon.process.returncode == 0
+
+
+def test_an_operator_s_drain_finishes_what_runs_and_ends_the_node(tiny_model):
+    with LocalCluster(
+        tiny_model, prefill_options=NODE_OPTIONS, decode_options=NODE_OPTIONS
+    ) as cluster:
+        [decode] = [daemon for daemon in cluster.processes if daemon.kind == "decode"]
+        with cluster.client() as client, open_sync_channel(decode.address) as channel:
+            sampling = SamplingParams(max_tokens=800, seed=1, ignore_eos=True)
+            generation = client.generate("The ferry", sampling=sampling)
+            next(generation)
+            node_pb2_grpc.NodeControlStub(channel).Drain(node_pb2.DrainRequest(), timeout=5)
+            wait_until(lambda: not serving(decode.address), 5, "it takes no more")
+            assert generation.completion().usage.completion_tokens == 800
+            code, _ = wait_exit(decode)
+            assert code == 0
+            with pytest.raises(UnavailableError, match="no decode node"):
+                client.generate("The ferry").completion()
 
 
 def test_a_second_sigterm_stops_at_once(tiny_model):
