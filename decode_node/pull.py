@@ -4,13 +4,13 @@ import asyncio
 from collections import OrderedDict
 
 import grpc
-from splitserve.engine.executor import Executor
 
 from decode_node.imports import Source
 from splitserve.core.config import RPC_TIMEOUT_S
 from splitserve.core.errors import FailedPreconditionError, UnavailableError
 from splitserve.core.lifetime import KvTransfer
 from splitserve.core.request import Request
+from splitserve.engine.executor import Executor
 from splitserve.kv.handle import KvHandle
 from splitserve.rpc.channel import open_channel
 from splitserve.rpc.convert import handle_from_proto
