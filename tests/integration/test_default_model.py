@@ -69,6 +69,31 @@ def prompts(model) -> list[list[int]]:
     return [*texts, *chats, long]
 
 
+def _generate(torch, judge, prompts):
+    """Together, padded on the left: many times faster than one by one, and exact in float32."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    judge.generation_config.pad_token_id = 0
+    out = judge.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    eos = judge.generation_config.eos_token_id
+    for row, tokens in enumerate(out.sequences[:, width:].tolist()):
+        if eos in tokens:
+            del tokens[tokens.index(eos) + 1 :]
+        logprobs = [
+            torch.log_softmax(out.logits[step][row], -1)[token].item()
+            for step, token in enumerate(tokens)
+        ]
+        yield tokens, logprobs
+
+
 @pytest.fixture(scope="module")
 def judged(model, prompts):
     """What transformers' own generate answers, and the log-probabilities it gives each token."""
@@ -77,22 +102,8 @@ def judged(model, prompts):
     # Every core: no cluster of this model is up yet, and the tiny ones stand idle.
     torch.set_num_threads(os.cpu_count())
     judge = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    answers = []
-    for prompt in prompts:
-        out = judge.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        tokens = out.sequences[0, len(prompt) :].tolist()
-        logprobs = [
-            torch.log_softmax(logits[0], -1)[token].item()
-            for logits, token in zip(out.logits, tokens, strict=True)
-        ]
-        answers.append((tokens, logprobs))
+    *short, long = prompts
+    answers = [*_generate(torch, judge, short), *_generate(torch, judge, [long])]
     torch.set_num_threads(1)
     return answers
 
