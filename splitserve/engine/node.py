@@ -153,13 +153,18 @@ class Node:
             membership.cancel()
             await asyncio.wait([membership])
             drained = await signals.drained(
-                lambda: self.role.idle or any(task.done() for task in vital[1:]),
+                lambda: self._finished or any(task.done() for task in vital[1:]),
                 self.config.drain_timeout_s,
             )
             _raise_first(vital[1:])
             log.info("stopping", extra={"drained": drained})
         finally:
             await _cancel_all([*vital, *asked])
+
+    @property
+    def _finished(self) -> bool:
+        """Nothing runs, and every router has ended its stream: nothing is on its way here."""
+        return self.role.idle and self.work.idle
 
     async def _watch_workers(self) -> None:
         reason = await self.executor.wait_failed()

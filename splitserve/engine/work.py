@@ -82,6 +82,12 @@ class WorkStreams:
         self._info = info
         self._handler = handler
         self._owners: dict[str, _Stream] = {}
+        self._num_open = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream is open: no router can send anything that it counts on."""
+        return self._num_open == 0
 
     def publish(self, news: Iterable[Progress]) -> None:
         """Tells each request's news to its router; a router that left hears nothing."""
@@ -110,11 +116,13 @@ class WorkStreams:
         log.info("work stream opened", extra={"router_id": router_id})
         stream = _Stream()
         reader = asyncio.create_task(self._read(stream, commands))
+        self._num_open += 1
         try:
             async for update in stream.updates():
                 await context.write(update)
             await reader
         finally:
+            self._num_open -= 1
             reader.cancel()
             log.info(
                 "work stream ended", extra={"router_id": router_id, "dropped": len(stream.tickets)}

@@ -150,7 +150,9 @@ def test_sigterm_finishes_what_runs_and_then_ends_with_code_0(tiny_model):
         with cluster.client() as client:
             sampling = SamplingParams(max_tokens=1500, seed=1, ignore_eos=True)
             generation = client.generate("The ferry", sampling=sampling)
-            next(generation)
+            # The first token is the prefill node's: wait until the decode node runs the request.
+            for _ in range(3):
+                next(generation)
             for daemon in cluster.processes:
                 daemon.process.send_signal(signal.SIGTERM)
             answer = generation.completion()
@@ -168,7 +170,8 @@ def test_an_operator_s_drain_finishes_what_runs_and_ends_the_node(tiny_model):
         with cluster.client() as client, open_sync_channel(decode.address) as channel:
             sampling = SamplingParams(max_tokens=800, seed=1, ignore_eos=True)
             generation = client.generate("The ferry", sampling=sampling)
-            next(generation)
+            for _ in range(3):
+                next(generation)
             node_pb2_grpc.NodeControlStub(channel).Drain(node_pb2.DrainRequest(), timeout=5)
             wait_until(lambda: not serving(decode.address), 5, "it takes no more")
             assert generation.completion().usage.completion_tokens == 800
@@ -186,7 +189,8 @@ def test_a_second_sigterm_stops_at_once(tiny_model):
         with cluster.client() as client:
             sampling = SamplingParams(max_tokens=20_000, seed=1, ignore_eos=True)
             generation = client.generate("The ferry", sampling=sampling)
-            next(generation)
+            for _ in range(3):
+                next(generation)
             decode.process.send_signal(signal.SIGTERM)
             wait_until(lambda: "told to stop" in decode.log_path.read_text(), 5, "it drains")
             assert decode.alive
