@@ -4,7 +4,7 @@ import time
 
 import psutil
 import pytest
-from conftest import NODE_OPTIONS, assert_settled, wait_until
+from clusters import NODE_OPTIONS, assert_settled, wait_until
 
 from splitserve.core.errors import UnavailableError
 from splitserve.core.lifetime import LifetimeEventKind

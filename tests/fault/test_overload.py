@@ -4,7 +4,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from conftest import NODE_OPTIONS, assert_settled, wait_until
+from clusters import NODE_OPTIONS, assert_settled, wait_until
 
 from splitserve.core.errors import ResourceExhaustedError
 from splitserve.core.sampling import SamplingParams

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from conftest import assert_settled, wait_until
+from clusters import assert_settled, wait_until
 
 from splitserve.client import Client
 from splitserve.core.errors import DeadlineExceededError, NotFoundError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import NODE_OPTIONS, assert_settled, wait_until
+from clusters import NODE_OPTIONS, assert_settled, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitserve.client import Client

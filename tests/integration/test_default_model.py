@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from conftest import assert_settled
+from clusters import assert_settled
 
 from splitserve.client import AsyncClient
 from splitserve.core.sampling import SamplingParams
