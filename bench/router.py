@@ -17,7 +17,7 @@ from splitserve.model.config import ModelConfig
 from splitserve.process import DaemonProcess, stop_daemons
 
 STREAMS = 64
-TOKENS = 1_000
+TOKENS = 500
 FIRST_TOKENS = 50
 PROMPT = "Once upon a time there was a router that knew nothing of tensors. " * 8
 START_TIMEOUT_S = 30.0
