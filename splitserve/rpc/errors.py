@@ -1,5 +1,6 @@
 """The one place where errors become gRPC statuses, and statuses errors."""
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -48,7 +49,12 @@ async def _fail(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
     if not isinstance(error, SplitserveError):
         log.error("unexpected error in a call", exc_info=error)
         error = InternalError("an internal error; the daemon's log has the details")
-    await context.abort(grpc.StatusCode[error.code], error.message)
+    try:
+        await context.abort(grpc.StatusCode[error.code], error.message)
+    except grpc.aio.InternalError:
+        # The failure cut off a write, and gRPC takes no status behind one that is under way. The
+        # call is torn down without: its client does not read, or its own deadline has told it.
+        raise asyncio.CancelledError from None
 
 
 async def _checked(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
