@@ -4,14 +4,16 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from bench.child import ChildError
-from bench.machine import QUIET_SHARE, Disturbance, available_cores
+from bench.machine import Disturbance, available_cores
 from bench.report import Report, Skipped, console
 from splitserve.core.config import DTYPES
 from splitserve.core.errors import SplitserveError
@@ -48,25 +50,26 @@ def main(
     # What we started is ended by `finally` blocks, which a plain SIGTERM would skip.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output = console()
-    path = model or default_model()
-    for name in dict.fromkeys(questions or QUESTIONS):
-        measure: Callable[..., Coroutine[Any, Any, Report]] = import_module(f"bench.{name}").measure
-        others = Disturbance()
-        try:
-            report = asyncio.run(measure(path, dtype, threads, rounds))
-        except Skipped as reason:
-            output.print(f"\n{name}: skipped: {reason}")
-            continue
-        except (ChildError, SplitserveError) as error:
-            raise click.ClickException(f"{name}: {error}") from error
-        report.notes["others used"] = _describe(others.share)
-        report.show(output)
-        output.print(f"written: {report.write()}")
+    try:
+        path = model or default_model()
+        for name in dict.fromkeys(questions or QUESTIONS):
+            _answer(name, output, path, dtype, threads, rounds)
+    except (ChildError, SplitserveError) as error:
+        raise click.ClickException(str(error)) from error
 
 
-def _describe(share: float) -> str:
-    text = f"{share:.1%} of the processors meanwhile"
-    return text if share <= QUIET_SHARE else f"{text}: too much; measure again when it is quiet"
+def _answer(name: str, output: Console, *arguments: Any) -> None:
+    """One question, from measuring to the file; one that cannot be asked here is skipped."""
+    measure: Callable[..., Coroutine[Any, Any, Report]] = import_module(f"bench.{name}").measure
+    others = Disturbance()
+    try:
+        report = asyncio.run(measure(*arguments))
+    except Skipped as reason:
+        output.print(f"\n{name}: skipped: {reason}")
+        return
+    report = replace(report, others=others.share)
+    report.show(output)
+    output.print(f"written: {report.write()}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from splitserve.model.config import ModelConfig, resolve_dtype
 PROMPT_LENGTHS = (128, 512, 2048)
 BATCH_SIZES = (1, 4, 16)
 CONTEXT = 256
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 WARM_UP_TOKENS = 2
 
 PREFILL_RATIO = 0.9

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import Machine
+from bench.machine import QUIET_SHARE, Machine
 from bench.rounds import Rounds
 
 RESULTS_DIR = Path(__file__).parent / "results"
@@ -68,6 +68,7 @@ class Report:
         settings: What both sides were told, for example threads and dtype.
         comparisons: The figures.
         notes: What else is worth knowing, by its name.
+        others: Share of the processors that nobody of ours used; set once it is known.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Report:
     settings: dict[str, Any]
     comparisons: Sequence[Comparison]
     notes: dict[str, str] = field(default_factory=dict)
+    others: float = 0.0
 
     def show(self, console: Console) -> None:
         """Prints it."""
@@ -90,6 +92,9 @@ class Report:
         console.print(self._table(console.is_terminal))
         for name, text in self.notes.items():
             console.print(f"{name}: {text}")
+        console.print(f"others used {self.others:.1%} of the processors meanwhile")
+        if self.others > QUIET_SHARE:
+            console.print("That is too much: measure again when it is quiet.", style="yellow")
 
     def write(self, directory: Path = RESULTS_DIR) -> Path:
         """Writes it as JSON; the file is replaced whole or not at all."""
@@ -109,6 +114,7 @@ class Report:
             "settings": self.settings,
             "comparisons": [comparison.as_json() for comparison in self.comparisons],
             "notes": self.notes,
+            "others_share": self.others,
         }
 
     def _table(self, coloured: bool) -> Table:

@@ -52,9 +52,10 @@ class Relays:
 
     def first_token_s(self, address: str) -> float:
         """Median time to the first token of requests that are alone."""
-        return median(
-            self.clients.ask(what="first_token", address=address, prompt=PROMPT, count=FIRST_TOKENS)
+        seconds: list[float] = self.clients.ask(
+            what="first_token", address=address, prompt=PROMPT, count=FIRST_TOKENS
         )
+        return median(seconds)
 
 
 async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:

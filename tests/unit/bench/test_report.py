@@ -1,0 +1,47 @@
+"""Reports: a table for people, JSON for programs, and both say the same."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from bench.machine import Machine
+from bench.report import Comparison, Report, figure
+from bench.rounds import Rounds
+
+
+@pytest.fixture
+def report() -> Report:
+    machine = Machine("a processor", 2, 0.5, {"python": "3.11"})
+    good = Comparison("a case", "tokens/s", Rounds([1234.0], [1000.0]), 0.9)
+    bad = Comparison("another", "GB/s", Rounds([5.0, 6.0], [10.0, 10.0]), 0.8)
+    notes = {"memory": "12 MB"}
+    return Report("name", "a question", "peer", machine, {"threads": 2}, [good, bad], notes)
+
+
+def test_a_row_says_both_sides_their_ratio_and_whether_it_was_met(report):
+    stream = io.StringIO()
+    report.show(Console(file=stream, width=120))
+    lines = stream.getvalue().splitlines()
+    good, bad = (next(line for line in lines if line.startswith(c)) for c in ("a case", "another"))
+    assert good.split()[2:] == ["tokens/s", "1,234", "1,000", "1.23", "1.23..1.23", "0.90", "met"]
+    assert bad.split()[1:] == ["GB/s", "5.50", "10.0", "0.55", "0.50..0.60", "0.80", "missed"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_the_file_holds_what_the_table_says(report, tmp_path):
+    told = json.loads(report.write(tmp_path).read_text())
+    assert [(one["ratio"], one["met"]) for one in told["comparisons"]] == [
+        (1.234, True), (pytest.approx(0.55), False)
+    ]  # fmt: skip
+    assert told["comparisons"][1]["rounds"] == {"ours": [5.0, 6.0], "peers": [10.0, 10.0]}
+    assert told["machine"]["processor"] == "a processor"
+    assert [file.name for file in tmp_path.iterdir()] == ["name.json"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.5, "0.50"), (9.876, "9.88"), (12.34, "12.3"), (1234.5, "1,234")]
+)
+def test_figures_have_three_digits(value, text):
+    assert figure(value) == text
