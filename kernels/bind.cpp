@@ -1,0 +1,366 @@
+// The kernels as torch operators: takes tensors apart, checks them, picks the processor's kernels
+// and gives their work to torch's threads.
+//
+// Only the library of operators and the thread pool are included; all of torch/extension.h would
+// take a minute to compile.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace splitserve {
+namespace {
+
+using at::Tensor;
+
+struct Kernels {
+  const char* name;
+  std::int64_t panel_width;
+  decltype(&plain::attend) attend;
+  decltype(&plain::linear) linear;
+  decltype(&plain::rms_norm) rms_norm;
+  decltype(&plain::silu_gate) silu_gate;
+  decltype(&plain::rotate_and_store) rotate_and_store;
+};
+
+#define SPLITSERVE_KERNELS(isa)                                                        \
+  Kernels {                                                                            \
+    #isa, isa::panel_width, isa::attend, isa::linear, isa::rms_norm, isa::silu_gate,   \
+        isa::rotate_and_store                                                          \
+  }
+
+// The best that this processor has. SPLITSERVE_KERNELS=plain or avx2 asks for less: for tests.
+Kernels choose() {
+  const char* asked = std::getenv("SPLITSERVE_KERNELS");
+  const auto allows = [&](const char* name) {
+    return asked == nullptr || *asked == '\0' || std::strcmp(asked, name) == 0;
+  };
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      allows("avx512")) {
+    return SPLITSERVE_KERNELS(avx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && allows("avx2")) {
+    return SPLITSERVE_KERNELS(avx2);
+  }
+#endif
+  return SPLITSERVE_KERNELS(plain);
+}
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+// Runs all tasks on torch's threads. Whoever is free takes the next: tasks differ in length, and a
+// thread that something else keeps from its core should not keep the others.
+template <class Task>
+void share_out(std::int64_t tasks, const Task& task) {
+  const std::int64_t threads = std::min<std::int64_t>(at::get_num_threads(), tasks);
+  if (threads <= 1) {
+    for (std::int64_t index = 0; index < tasks; ++index) task(index);
+    return;
+  }
+  std::atomic<std::int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](std::int64_t, std::int64_t) {
+    for (std::int64_t index; (index = next.fetch_add(1)) < tasks;) task(index);
+  });
+}
+
+// Rows in equal parts, none with fewer than `least` elements: waking a thread takes microseconds.
+template <class Task>
+void split_rows(std::int64_t rows, std::int64_t width, std::int64_t least, const Task& task) {
+  at::parallel_for(0, rows, std::max<std::int64_t>(1, least / std::max<std::int64_t>(1, width)),
+                   task);
+}
+
+constexpr std::int64_t kLeastElements = 32768;
+
+void check(const Tensor& tensor, at::ScalarType type, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == type && tensor.is_contiguous(), name, " must be contiguous ",
+              type, ", not ", tensor.scalar_type());
+}
+
+void check_all(std::initializer_list<const Tensor*> tensors, at::ScalarType type,
+               const char* name) {
+  for (const Tensor* tensor : tensors) check(*tensor, type, name);
+}
+
+Tensor pack_linear(const Tensor& weight) {
+  check(weight, at::kFloat, "weight");
+  TORCH_CHECK(weight.dim() == 2, "weight must be [out, in]");
+  const std::int64_t outputs = weight.size(0), depth = weight.size(1);
+  const std::int64_t width = kernels().panel_width;
+  const std::int64_t panels = (outputs + width - 1) / width;
+  const std::int64_t padded = (depth + 1) / 2 * 2;
+  const auto* from = static_cast<const std::uint32_t*>(weight.const_data_ptr());
+  // Whether no weight has a bit that bfloat16 hasn't.
+  const bool half = std::all_of(from, from + weight.numel(),
+                                [](std::uint32_t bits) { return (bits & 0xffffu) == 0; });
+  Tensor packed = at::empty({panels, padded / 2, 2 * width},
+                            weight.options().dtype(half ? at::kBFloat16 : at::kFloat));
+  void* to = packed.mutable_data_ptr();
+  at::parallel_for(0, panels, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t panel = first; panel < last; ++panel) {
+      for (std::int64_t column = 0; column < width; ++column) {
+        const std::int64_t output = panel * width + column;
+        for (std::int64_t k = 0; k < padded; ++k) {
+          const bool there = output < outputs && k < depth;
+          const std::uint32_t bits = there ? from[output * depth + k] : 0;
+          const std::int64_t pair = (panel * padded + k / 2 * 2) * width;
+          if (half) {
+            static_cast<std::uint16_t*>(to)[pair + 2 * column + k % 2] = bits >> 16;
+          } else {
+            static_cast<std::uint32_t*>(to)[pair + k % 2 * width + column] = bits;
+          }
+        }
+      }
+    }
+  });
+  return packed;
+}
+
+const float* optional_data(const std::optional<Tensor>& tensor, std::int64_t count,
+                           const char* name) {
+  if (!tensor.has_value()) return nullptr;
+  check(*tensor, at::kFloat, name);
+  TORCH_CHECK(tensor->numel() == count, name, " must have ", count, " elements");
+  return tensor->const_data_ptr<float>();
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, std::int64_t outputs,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual) {
+  check(x, at::kFloat, "x");
+  const std::int64_t width = kernels().panel_width;
+  TORCH_CHECK(x.dim() == 2 && packed.dim() == 3 && packed.size(2) == 2 * width &&
+                  packed.size(1) == (x.size(1) + 1) / 2 &&
+                  packed.size(0) == (outputs + width - 1) / width,
+              "x and the packed weights don't fit one another");
+  PackedLinear call{};
+  call.x = x.const_data_ptr<float>();
+  call.rows = x.size(0);
+  call.depth = x.size(1);
+  call.panels = packed.const_data_ptr();
+  call.half = packed.scalar_type() == at::kBFloat16;
+  call.bias = optional_data(bias, outputs, "bias");
+  call.residual = optional_data(residual, call.rows * outputs, "residual");
+  call.outputs = outputs;
+  Tensor out = at::empty({call.rows, outputs}, x.options());
+  call.out = out.mutable_data_ptr<float>();
+  if (call.rows == 0) return out;
+
+  const std::int64_t panels = packed.size(0);
+  // Several tasks per thread even out their ends; several panels per task are read in one go.
+  const std::int64_t group = std::max<std::int64_t>(1, panels / (8 * at::get_num_threads()));
+  share_out((panels + group - 1) / group, [&](std::int64_t task) {
+    kernels().linear(call, task * group, std::min(panels, (task + 1) * group));
+  });
+  return out;
+}
+
+// Joins the pieces of a row's context: each piece's softmax, weighted by its sum of exponentials.
+template <class Convert>
+void join(const PagedAttention& call, std::int64_t first, std::int64_t last, std::int64_t head,
+          const Convert& put) {
+  const std::int64_t dim = call.head_dim;
+  float peak = -INFINITY;
+  for (std::int64_t piece = first; piece < last; ++piece) {
+    peak = std::max(peak, call.peaks[piece * call.share + head]);
+  }
+  float total = 0.0f;
+  for (std::int64_t piece = first; piece < last; ++piece) {
+    const std::int64_t at = piece * call.share + head;
+    const float factor = std::exp(call.peaks[at] - peak);
+    total += call.weights[at] * factor;
+    float* mixed = call.mixed + at * dim;
+    float* sum = call.mixed + (first * call.share + head) * dim;
+    for (std::int64_t d = 0; d < dim; ++d) {
+      sum[d] = mixed[d] * factor + (piece == first ? 0.0f : sum[d]);
+    }
+  }
+  const float* sum = call.mixed + (first * call.share + head) * dim;
+  for (std::int64_t d = 0; d < dim; ++d) put(d, sum[d] / total);
+}
+
+std::uint16_t rounded(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+void paged_attention(Tensor& out, const Tensor& query, const Tensor& cache, std::int64_t layer,
+                     const Tensor& tokens, const Tensor& table, const Tensor& begins,
+                     const Tensor& ends, double scale) {
+  const auto type = cache.scalar_type();
+  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "KV must be float or bfloat16");
+  check(cache, type, "cache");
+  check(out, type, "out");
+  check_all({&tokens, &table, &begins, &ends}, at::kLong, "each index");
+  TORCH_CHECK(cache.dim() == 6 && query.dim() == 3 && query.scalar_type() == type &&
+                  query.stride(2) == 1 && query.stride(1) == query.size(2) &&
+                  query.size(2) == cache.size(5) && query.size(1) % cache.size(3) == 0,
+              "query must be [T, H, D] of the cache's type");
+  const std::int64_t rows = tokens.size(0);
+  TORCH_CHECK(table.dim() == 2 && table.size(0) == rows && begins.size(0) == rows &&
+                  ends.size(0) == rows && out.numel() == query.numel(),
+              "rows don't fit one another");
+
+  PagedAttention call{};
+  call.query = query.const_data_ptr();
+  call.query_stride = query.stride(0);
+  call.block_stride = cache.stride(0);
+  call.cache = static_cast<const char*>(cache.const_data_ptr()) +
+               layer * cache.stride(1) * cache.element_size();
+  call.tokens = tokens.const_data_ptr<std::int64_t>();
+  call.table = table.const_data_ptr<std::int64_t>();
+  call.table_width = table.size(1);
+  call.kv_heads = cache.size(3);
+  call.share = query.size(1) / call.kv_heads;
+  call.block_size = cache.size(4);
+  call.head_dim = cache.size(5);
+  call.scale = static_cast<float>(scale);
+  call.half = type == at::kBFloat16;
+  TORCH_CHECK(call.head_dim % kHeadDimStep == 0 && call.head_dim <= kMaxHeadDim,
+              "no kernel for heads of ", call.head_dim);
+
+  const auto* begin = begins.const_data_ptr<std::int64_t>();
+  const auto* end = ends.const_data_ptr<std::int64_t>();
+  std::vector<Piece> pieces;
+  std::vector<std::int64_t> first;  // piece of each row and KV head, and one past the last
+  for (std::int64_t row = 0; row < rows; ++row) {
+    TORCH_CHECK(0 <= begin[row] && begin[row] < end[row] &&
+                    end[row] <= call.table_width * call.block_size,
+                "a row's tokens must be in its blocks");
+    for (std::int64_t head = 0; head < call.kv_heads; ++head) {
+      first.push_back(static_cast<std::int64_t>(pieces.size()));
+      for (std::int64_t at = begin[row]; at < end[row]; at += kPieceTokens) {
+        pieces.push_back({row, head, at, std::min(at + kPieceTokens, end[row])});
+      }
+    }
+  }
+  const auto count = static_cast<std::int64_t>(pieces.size());
+  first.push_back(count);
+  std::vector<float> scratch(count * call.share * (call.head_dim + 2));
+  call.mixed = scratch.data();
+  call.peaks = call.mixed + count * call.share * call.head_dim;
+  call.weights = call.peaks + count * call.share;
+  share_out(count, [&](std::int64_t index) { kernels().attend(call, pieces[index], index); });
+
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t head = 0; head < query.size(1); ++head) {
+      const std::int64_t group = row * call.kv_heads + head / call.share;
+      const std::int64_t to = (call.tokens[row] * query.size(1) + head) * call.head_dim;
+      const auto run = [&](const auto& put) {
+        join(call, first[group], first[group + 1], head % call.share, put);
+      };
+      if (call.half) {
+        auto* half = static_cast<std::uint16_t*>(out.mutable_data_ptr()) + to;
+        run([half](std::int64_t d, float value) { half[d] = rounded(value); });
+      } else {
+        auto* full = out.mutable_data_ptr<float>() + to;
+        run([full](std::int64_t d, float value) { full[d] = value; });
+      }
+    }
+  }
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  check(x, at::kFloat, "x");
+  check(weight, at::kFloat, "weight");
+  TORCH_CHECK(x.dim() == 2 && weight.numel() == x.size(1), "weight must be one per column");
+  Tensor out = at::empty(x.sizes(), x.options());
+  const float* from = x.const_data_ptr<float>();
+  const float* scale = weight.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const std::int64_t width = x.size(1);
+  split_rows(x.size(0), width, kLeastElements, [&](std::int64_t first, std::int64_t last) {
+    kernels().rms_norm(from + first * width, scale, static_cast<float>(eps), to + first * width,
+                       last - first, width);
+  });
+  return out;
+}
+
+Tensor silu_gate(const Tensor& gate_up) {
+  check(gate_up, at::kFloat, "gate_up");
+  TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "gate_up must be [T, 2 * width]");
+  const std::int64_t width = gate_up.size(1) / 2;
+  Tensor out = at::empty({gate_up.size(0), width}, gate_up.options());
+  const float* from = gate_up.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  split_rows(gate_up.size(0), width, kLeastElements / 4,
+             [&](std::int64_t first, std::int64_t last) {
+               kernels().silu_gate(from + first * 2 * width, to + first * width, last - first,
+                                   width);
+             });
+  return out;
+}
+
+void rotate_and_store(Tensor& heads, const Tensor& cos, const Tensor& sin, Tensor& cache,
+                      std::int64_t layer, const Tensor& block_of, const Tensor& offset_of) {
+  check_all({&heads, &cos, &sin, &cache}, at::kFloat, "each tensor");
+  check_all({&block_of, &offset_of}, at::kLong, "each index");
+  TORCH_CHECK(heads.dim() == 3 && cache.dim() == 6 && heads.size(2) == cache.size(5) &&
+                  heads.size(1) > 2 * cache.size(3),
+              "heads must be [T, H + 2K, D]");
+  const std::int64_t tokens = heads.size(0), dim = heads.size(2);
+  TORCH_CHECK(cos.numel() == tokens * dim && sin.numel() == tokens * dim &&
+                  block_of.numel() == tokens && offset_of.numel() == tokens,
+              "one position per token");
+  RotateAndStore call{};
+  call.heads = heads.mutable_data_ptr<float>();
+  call.cos = cos.const_data_ptr<float>();
+  call.sin = sin.const_data_ptr<float>();
+  call.cache = cache.mutable_data_ptr<float>() + layer * cache.stride(1);
+  call.block_stride = cache.stride(0);
+  call.block_of = block_of.const_data_ptr<std::int64_t>();
+  call.offset_of = offset_of.const_data_ptr<std::int64_t>();
+  call.kv_heads = cache.size(3);
+  call.query_heads = heads.size(1) - 2 * call.kv_heads;
+  call.block_size = cache.size(4);
+  call.head_dim = dim;
+  split_rows(tokens, heads.size(1) * dim, kLeastElements,
+             [&](std::int64_t first, std::int64_t last) {
+               kernels().rotate_and_store(call, first, last);
+             });
+}
+
+std::string instruction_set() { return kernels().name; }
+
+}  // namespace
+}  // namespace splitserve
+
+TORCH_LIBRARY(splitserve, library) {
+  library.def("instruction_set() -> str", &splitserve::instruction_set);
+  library.def("pack_linear(Tensor weight) -> Tensor");
+  library.def(
+      "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual) -> Tensor");
+  library.def(
+      "paged_attention(Tensor(a!) out, Tensor query, Tensor cache, int layer, Tensor tokens, "
+      "Tensor table, Tensor begins, Tensor ends, float scale) -> ()");
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  library.def("silu_gate(Tensor gate_up) -> Tensor");
+  library.def(
+      "rotate_and_store(Tensor(a!) heads, Tensor cos, Tensor sin, Tensor(b!) cache, int layer, "
+      "Tensor block_of, Tensor offset_of) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(splitserve, CPU, library) {
+  library.impl("pack_linear", &splitserve::pack_linear);
+  library.impl("linear", &splitserve::linear);
+  library.impl("paged_attention", &splitserve::paged_attention);
+  library.impl("rms_norm", &splitserve::rms_norm);
+  library.impl("silu_gate", &splitserve::silu_gate);
+  library.impl("rotate_and_store", &splitserve::rotate_and_store);
+}

@@ -1,0 +1,99 @@
+// What a kernel is told, and which kernels there are.
+//
+// Nothing here knows torch or threads: a kernel computes a part that it is given, in the caller's
+// thread. `bind.cpp` takes tensors apart and hands parts to torch's threads.
+//
+// Shapes are as in splitserve/model/__init__.py: T tokens, H query heads, K KV heads, D head size,
+// S block size, N blocks.
+#pragma once
+
+#include <cstdint>
+
+namespace splitserve {
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+// Longest part of a context that one call attends to. A constant, and not a share of the context
+// by the number of threads, so that a row's result depends on nothing but the row.
+constexpr std::int64_t kPieceTokens = 256;
+
+// Attention of single tokens (decode) to KV in blocks.
+struct PagedAttention {
+  const void* query;              // [T, H, D]
+  std::int64_t query_stride;      // elements between tokens
+  const void* cache;              // one layer's part of block 0: [2, K, S, D]
+  std::int64_t block_stride;      // elements between blocks
+  const std::int64_t* tokens;     // [rows]: which token is a row's
+  const std::int64_t* table;      // [rows, table_width]: block ids in token order
+  std::int64_t table_width;
+  std::int64_t kv_heads;
+  std::int64_t share;             // H / K: query heads per KV head
+  std::int64_t block_size;
+  std::int64_t head_dim;          // a multiple of kHeadDimStep
+  float scale;
+  bool half;                      // query and cache are bfloat16, not float
+  float* mixed;                   // [pieces, share, D]: values, weighted, not yet divided
+  float* peaks;                   // [pieces, share]: largest score
+  float* weights;                 // [pieces, share]: sum of exp(score - peak)
+};
+
+constexpr std::int64_t kHeadDimStep = 16;
+constexpr std::int64_t kMaxHeadDim = 256;
+
+// Tokens begin..end of one row's context, for one KV head and all query heads that share it.
+struct Piece {
+  std::int64_t row;
+  std::int64_t kv_head;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// y = x W' + bias + residual, with W in panels; see packed_linear.cpp.
+struct PackedLinear {
+  const float* x;         // [rows, depth]
+  std::int64_t rows;
+  std::int64_t depth;
+  const void* panels;
+  bool half;              // panels hold bfloat16, pairs of depths interleaved
+  const float* bias;      // [outputs], or null
+  const float* residual;  // [rows, outputs], or null
+  float* out;             // [rows, outputs]
+  std::int64_t outputs;
+};
+
+// Rotary positions for queries and keys, in place, and keys and values into the cache.
+struct RotateAndStore {
+  float* heads;                     // [T, H + 2K, D]: queries, keys, values
+  const float* cos;                 // [T, D]
+  const float* sin;                 // [T, D], the first half negated
+  float* cache;                     // one layer's part of block 0: [2, K, S, D]
+  std::int64_t block_stride;        // elements between blocks
+  const std::int64_t* block_of;     // [T]
+  const std::int64_t* offset_of;    // [T]
+  std::int64_t query_heads;
+  std::int64_t kv_heads;
+  std::int64_t block_size;
+  std::int64_t head_dim;
+};
+
+// Every instruction set has the same kernels.
+#define SPLITSERVE_DECLARE(isa)                                                              \
+  namespace isa {                                                                            \
+  extern const std::int64_t panel_width;                                                     \
+  void attend(const PagedAttention& call, const Piece& piece, std::int64_t index);           \
+  void linear(const PackedLinear& call, std::int64_t first_panel, std::int64_t last_panel);  \
+  void rms_norm(const float* x, const float* weight, float eps, float* out,                  \
+                std::int64_t rows, std::int64_t width);                                      \
+  void silu_gate(const float* gate_up, float* out, std::int64_t rows, std::int64_t width);   \
+  void rotate_and_store(const RotateAndStore& call, std::int64_t first, std::int64_t last);  \
+  }
+
+SPLITSERVE_DECLARE(plain)
+#if defined(__x86_64__)
+SPLITSERVE_DECLARE(avx2)
+SPLITSERVE_DECLARE(avx512)
+#endif
+
+}  // namespace splitserve

@@ -1,0 +1,64 @@
+"""The native kernels, where they were built; without them the model computes with torch alone.
+
+`kernels/` holds their sources and `setup.py` builds them. What they compute, and for which data
+types, is said where they are used: `layers` and `attention` pick once, when a model is built.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SWITCH = "SPLITSERVE_NATIVE"
+"""Environment variable; ``0`` keeps the kernels out."""
+
+HEAD_DIM_STEP = 16
+MAX_HEAD_DIM = 256
+"""Head sizes that attention is compiled for; kernels.h says the same."""
+
+
+def library() -> Path:
+    """Where the library is if it was built for this torch: others' symbols may differ."""
+    version = torch.__version__.split("+")[0]
+    return Path(__file__).with_name(f"native-torch-{version}.so")
+
+
+def _load() -> bool:
+    if os.environ.get(SWITCH) == "0" or not library().is_file():
+        return False
+    try:
+        torch.ops.load_library(str(library()))
+    except OSError as error:
+        log.warning("native kernels cannot be loaded", extra={"error": str(error)})
+        return False
+    return True
+
+
+ops: Any = torch.ops.splitserve
+"""The operators; there only if `available`."""
+
+available = _load()
+
+
+def description() -> str:
+    """What a model's steps run on, for example ``"native avx2"``."""
+    return f"native {ops.instruction_set()}" if available else "plain torch"
+
+
+def computes(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for linear layers and what lies between them."""
+    return available and dtype is torch.float32
+
+
+def attends(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether there is a kernel for decode attention."""
+    return (
+        available
+        and dtype in (torch.float32, torch.bfloat16)
+        and head_dim % HEAD_DIM_STEP == 0
+        and head_dim <= MAX_HEAD_DIM
+    )
