@@ -28,6 +28,7 @@ from splitserve.engine.sampler import sample
 from splitserve.kv.cache import KVCache
 from splitserve.kv.layout import KVLayout
 from splitserve.kv.memory import free_bytes, remove, segment_name
+from splitserve.model import native
 from splitserve.model.config import ModelConfig, resolve_dtype
 from splitserve.model.decoder import Decoder, ModelInput
 from splitserve.model.loader import load_decoder
@@ -134,7 +135,12 @@ def _load(model: ModelConfig, config: EngineConfig, dtype: str) -> Decoder:
     decoder = load_decoder(model, config.model, dtype, dummy_seed=seed, progress=progress)
     log.info(
         "model loaded",
-        extra={"model": model.name, "dtype": dtype, "seconds": f"{time.monotonic() - begin:.1f}"},
+        extra={
+            "model": model.name,
+            "dtype": dtype,
+            "kernels": native.description(),
+            "seconds": f"{time.monotonic() - begin:.1f}",
+        },
     )
     return decoder
 

@@ -1,8 +1,9 @@
 """Attention over paged KV.
 
 A step mixes rows of two sorts, and each is computed the way that is fast for it. Rows of one
-token (decode) are batched: their blocks are gathered, padded to the longest of a group, and the
-query heads that share a KV head become the rows of one matrix product. Rows of many tokens
+token (decode) are batched: a native kernel reads their blocks where they lie. Without it they are
+gathered, padded to the longest of a group, and the query heads that share a KV head become the
+rows of one matrix product. Rows of many tokens
 (a chunk of a prompt) go one by one: the chunk attends to itself causally without a look at the
 cache, to what came before it without a mask, and the two results are joined by their weights.
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from splitserve.model import native
 from splitserve.model.layers import Linear, Rotation
 
 _MASKED = float("-inf")
@@ -81,6 +83,23 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class _Singles:
+    """Rows of one token, for the native kernel.
+
+    Attributes:
+        tokens: Their indexes among the step's tokens: ``[rows]``.
+        table: Their blocks in token order, padded: ``[rows, blocks]``.
+        begins: First token that each one sees: ``[rows]``.
+        ends: One past the last: ``[rows]``.
+    """
+
+    tokens: Tensor
+    table: Tensor
+    begins: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """A row of several tokens.
 
@@ -112,6 +131,7 @@ class Pages:
     """
 
     def __init__(self, cache: Tensor) -> None:
+        self.cache = cache
         _, self.layers, _, self.kv_heads, self.block_size, self.head_dim = cache.shape
         self._blocks = cache.view(-1, self.block_size * self.head_dim)
         self._slots = cache.view(-1, self.head_dim)
@@ -159,12 +179,78 @@ class AttentionPlan:
         self._share = num_heads // pages.kv_heads
         self._window = window
         self._dtype = dtype
-        self.write_to = pages.slot_rows(block_of, offset_of)
+        self._block_of = block_of
+        self._offset_of = offset_of
+        # Rotating and writing in one go is for float32; the others write what they have rotated.
+        self._write_to = None if native.computes(dtype) else pages.slot_rows(block_of, offset_of)
         self.chunks = [self._chunk(row) for row in rows if row.count > 1]
         singles = [row for row in rows if row.count == 1]
-        self.groups = [
-            self._group(group, whole=len(group) == len(rows)) for group in self._alike(singles)
-        ]
+        self.singles: _Singles | None = None
+        self.groups: list[_DecodeGroup] = []
+        if native.attends(dtype, pages.head_dim):
+            self.singles = self._singles(singles) if singles else None
+        else:
+            self.groups = [
+                self._group(group, whole=len(group) == len(rows)) for group in self._alike(singles)
+            ]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """The cache's `Pages.layer`."""
+        return self._pages.layer(index)
+
+    def write(self, heads: Tensor, rotation: Rotation, index: int) -> None:
+        """Rotates queries and keys in place and writes keys and values into a layer's cache.
+
+        Args:
+            heads: All tokens' Q, K and V: ``[T, H + 2K, D]``.
+            rotation: Their positions.
+            index: The layer.
+        """
+        pages = self._pages
+        if self._write_to is None:
+            native.ops.rotate_and_store(
+                heads,
+                rotation.cos,
+                rotation.sin,
+                pages.cache,
+                index,
+                self._block_of,
+                self._offset_of,
+            )
+            return
+        rotation.apply_(heads[:, : -pages.kv_heads])
+        kv = heads[:, -2 * pages.kv_heads :]
+        _, slots = pages.layer(index)
+        slots.index_copy_(0, self._write_to, kv.reshape(-1, pages.head_dim))
+
+    def attend_singles(self, query: Tensor, index: int, scale: float, out: Tensor) -> None:
+        """Native attention of all rows of one token: ``[T, H, D]`` into their rows of ``out``."""
+        assert self.singles is not None
+        rows = self.singles
+        native.ops.paged_attention(
+            out,
+            query,
+            self._pages.cache,
+            index,
+            rows.tokens,
+            rows.table,
+            rows.begins,
+            rows.ends,
+            scale,
+        )
+
+    def _singles(self, rows: list[Row]) -> _Singles:
+        width = max(-(-row.length // self._pages.block_size) for row in rows)
+        ids = [row.block_ids[:width] for row in rows]
+        window = self._window
+        return _Singles(
+            tokens=torch.tensor([row.begin for row in rows]),
+            table=torch.tensor([[*part, *[0] * (width - len(part))] for part in ids]),
+            begins=torch.tensor(
+                [0 if window is None else max(0, row.length - window) for row in rows]
+            ),
+            ends=torch.tensor([row.length for row in rows]),
+        )
 
     def _first_block(self, row: Row) -> int:
         """The first of a row's blocks that any of its tokens still sees."""
@@ -261,35 +347,35 @@ class Attention:
         self._scale = 1.0 / math.sqrt(head_dim)
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, plan: AttentionPlan, layer: tuple[Tensor, Tensor]
+        self, x: Tensor, residual: Tensor, rotation: Rotation, plan: AttentionPlan, index: int
     ) -> Tensor:
         """Writes the tokens' KV into the cache, then attends.
 
         Args:
             x: ``[T, E]``.
+            residual: What the result is added to: ``[T, E]``.
             rotation: The tokens' positions.
             plan: What to write and read.
-            layer: The cache's `Pages.layer`.
+            index: Which layer this is.
 
         Returns:
             ``[T, E]``.
         """
-        blocks, slots = layer
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        rotation.apply_(heads[:, : self._heads + self._kv_heads])
-        kv = heads[:, self._heads :]
-        slots.index_copy_(0, plan.write_to, kv.reshape(-1, self._head_dim))
+        plan.write(heads, rotation, index)
         query = heads[:, : self._heads]
+        blocks, _ = plan.layer(index)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            mixed = self._decode(query, plan.groups[0], blocks)
-        else:
-            mixed = query.new_empty(x.shape[0], self._heads * self._head_dim)
-            for group in plan.groups:
-                mixed[group.tokens] = self._decode(query[group.tokens], group, blocks)
-            for chunk in plan.chunks:
-                part = heads[chunk.begin : chunk.end]
-                mixed[chunk.begin : chunk.end] = self._prefill(part, chunk, blocks)
-        return self._out(mixed)
+            return self._out(self._decode(query, plan.groups[0], blocks), residual)
+        mixed = query.new_empty(x.shape[0], self._heads * self._head_dim)
+        if plan.singles is not None:
+            plan.attend_singles(query, index, self._scale, mixed)
+        for group in plan.groups:
+            mixed[group.tokens] = self._decode(query[group.tokens], group, blocks)
+        for chunk in plan.chunks:
+            part = heads[chunk.begin : chunk.end]
+            mixed[chunk.begin : chunk.end] = self._prefill(part, chunk, blocks)
+        return self._out(mixed, residual)
 
     def _decode(self, query: Tensor, group: _DecodeGroup, blocks: Tensor) -> Tensor:
         """``[B, H, D]`` to ``[B, H * D]``."""

@@ -97,12 +97,11 @@ class DecoderLayer:
         hidden: Tensor,
         rotation: Rotation,
         plan: AttentionPlan,
-        pages: tuple[Tensor, Tensor],
+        index: int,
     ) -> Tensor:
-        """``[T, E]`` to ``[T, E]``; see `Attention`."""
-        mixed = self.attention(self.attention_norm(hidden), rotation, plan, pages)
-        hidden = mixed.add_(hidden)
-        return self.mlp(self.mlp_norm(hidden)).add_(hidden)
+        """``[T, E]`` to ``[T, E]``, as the layer of this index; see `Attention`."""
+        hidden = self.attention(self.attention_norm(hidden), hidden, rotation, plan, index)
+        return self.mlp(self.mlp_norm(hidden), hidden)
 
 
 class Decoder:
@@ -158,12 +157,11 @@ class Decoder:
             # Padding reads a last block to its end. Its mask makes the weights zero, but zero
             # times a NaN left by somebody else is NaN.
             cache.index_fill_(0, model_input.begun_blocks, 0)
-        pages = Pages(cache)
         plan = AttentionPlan(
             model_input.rows,
             model_input.block_of,
             model_input.offset_of,
-            pages,
+            Pages(cache),
             self._num_heads,
             self._window,
             self.dtype,
@@ -171,7 +169,7 @@ class Decoder:
         rotation = self._rope.at(model_input.positions)
         hidden = self._embedding.index_select(0, model_input.token_ids)
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, rotation, plan, pages.layer(index))
+            hidden = layer(hidden, rotation, plan, index)
         last = hidden.index_select(0, model_input.logits_of)
         if not last.shape[0]:
             return torch.empty(0, self._embedding.shape[0])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from splitserve.core.errors import invalid
+from splitserve.model import native
 from splitserve.model.config import RopeConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,8 +22,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Linear:
     """A matrix product with an optional bias.
 
-    Weights are kept in oneDNN's own order where it can compute in their data type: one row costs
-    half of what it does in plain order, sixteen rows a third, and 512 the same.
+    Weights are packed once, for whoever computes: our kernel in float32, oneDNN otherwise where it
+    can compute in their data type, else torch takes them as they are.
 
     Args:
         weight: ``[out, in]``; may be dropped by the caller afterwards.
@@ -30,20 +31,27 @@ class Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._out = weight.shape[0]
         self._bias = bias
-        self._packed = _packs(weight.dtype)
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
-        )
+        self._native = native.computes(weight.dtype)
+        self._packed = not self._native and _packs(weight.dtype)
+        if self._native:
+            self._weight = native.ops.pack_linear(weight)
+        elif self._packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        else:
+            self._weight = weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[T, in]`` to ``[T, out]``."""
-        if not self._packed:
-            return functional.linear(x, self._weight, self._bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
-        )
-        return out
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``[T, in]`` to ``[T, out]``, added to ``residual`` ``[T, out]`` if there is one."""
+        if self._native:
+            out: Tensor = native.ops.linear(x, self._weight, self._out, self._bias, residual)
+            return out
+        if self._packed:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        else:
+            out = functional.linear(x, self._weight, self._bias)
+        return out if residual is None else out.add_(residual)
 
 
 def _packs(dtype: torch.dtype) -> bool:
@@ -65,12 +73,18 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         # x / sqrt(mean(x²) + eps) is x / hypot(|x|, sqrt(E eps)) * sqrt(E): four small operators,
         # half the time of torch's rms_norm for a few rows.
+        self._native = native.computes(weight.dtype)
+        self._weight = weight
+        self._eps = eps
         width = weight.numel()
         self._scale = weight.float() * math.sqrt(width)
         self._floor = torch.tensor([math.sqrt(width * eps)])
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, E]`` to ``[T, E]``; computes in float32 whatever the data type."""
+        if self._native:
+            out: Tensor = native.ops.rms_norm(x, self._weight, self._eps)
+            return out
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / length.hypot_(self._floor)).mul_(self._scale).to(x.dtype)
 
@@ -93,11 +107,15 @@ class GatedMLP:
         self._gate_up = gate_up
         self._down = down
         self._activation = ACTIVATIONS[activation]
+        self._fused = activation == "silu"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[T, E]`` to ``[T, E]``."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._activation(gate).mul_(up))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``[T, E]`` to ``[T, E]``, added to ``residual``."""
+        both = self._gate_up(x)
+        if self._fused and native.computes(x.dtype):
+            return self._down(native.ops.silu_gate(both), residual)
+        gate, up = both.chunk(2, dim=-1)
+        return self._down(self._activation(gate).mul_(up), residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,19 @@ from typing import Any
 import pytest
 import torch
 
+from splitserve.model import native
+
 TOLERANCE = 1e-4
 BLOCKS = [5, 3, 9, 11, 1, 0, 7, 2, 13, 22, 21, 20, 19, 18, 17, 16, 15, 14]
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def _computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every promise holds with the kernels and without them."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "available", False)
+    elif not native.available:
+        pytest.skip("the kernels are not built")
 
 
 def rope(kind: str, **fields: Any) -> dict[str, Any]:

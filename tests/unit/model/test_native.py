@@ -1,0 +1,232 @@
+"""Native kernels compute what torch computes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from splitserve.model import native
+
+pytestmark = pytest.mark.skipif(not native.available, reason="the kernels are not built")
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+RELATIVE = 1e-5
+
+
+def assert_close(got: Tensor, expected: Tensor, relative: float = RELATIVE) -> None:
+    """Relative to the largest: sums of products cancel."""
+    error = (got.double() - expected.double()).abs().max()
+    assert float(error) <= relative * float(expected.abs().max()), float(error)
+
+
+@dataclass
+class Case:
+    """Rows of one token over a cache, and what each sees."""
+
+    cache: Tensor
+    query: Tensor
+    tables: list[list[int]]
+    begins: list[int]
+    ends: list[int]
+    tokens: list[int]
+    layer: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.query.shape[2] ** -0.5)
+
+    def run(self) -> Tensor:
+        out = torch.full((self.query.shape[0], self.query.shape[1] * self.query.shape[2]), -7.0)
+        out = out.to(self.cache.dtype)
+        native.ops.paged_attention(
+            out,
+            self.query,
+            self.cache,
+            self.layer,
+            *(torch.tensor(each) for each in (self.tokens, self.tables, self.begins, self.ends)),
+            self.scale,
+        )
+        return out
+
+    def expected(self) -> Tensor:
+        rows = []
+        for token, table, begin, end in zip(
+            self.tokens, self.tables, self.begins, self.ends, strict=True
+        ):
+            kv = self.cache[table, self.layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+            keys, values = kv[:, :, begin:end].double().unbind(0)
+            share = self.query.shape[1] // keys.shape[0]
+            query = self.query[token].double().view(keys.shape[0], share, -1)
+            weights = torch.softmax(query @ keys.transpose(1, 2) * self.scale, -1)
+            rows.append((weights @ values).flatten())
+        return torch.stack(rows)
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 7, 16, 17, 64]))
+    kv_heads = draw(st.integers(1, 3))
+    share = draw(st.integers(1, 9))
+    head_dim = draw(st.sampled_from([16, 32, 48, 64, 80, 128, 256]))
+    lengths = draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
+    window = draw(st.one_of(st.none(), st.integers(1, 300)))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    blocks = [-(-length // block_size) for length in lengths]
+    ids = torch.randperm(sum(blocks)).tolist()
+    tables = [ids[sum(blocks[:row]) :][:count] for row, count in enumerate(blocks)]
+    cache = torch.randn(sum(blocks), 2, 2, kv_heads, block_size, head_dim).to(dtype)
+    begins = [0 if window is None else max(0, length - window) for length in lengths]
+    for table, begin, end in zip(tables, begins, lengths, strict=True):
+        # What a row does not see may be anything.
+        for place in [*range(begin), *range(end, len(table) * block_size)]:
+            cache[table[place // block_size], :, :, :, place % block_size] = float("nan")
+    width = max(blocks)
+    tokens = torch.randperm(len(lengths)).tolist()
+    heads = torch.randn(len(lengths), kv_heads * (share + 2), head_dim).to(dtype)
+    return Case(
+        cache=cache,
+        # A view, as it is in the model: keys and values follow each token's queries.
+        query=heads[:, : kv_heads * share],
+        tables=[[*table, *[0] * (width - len(table))] for table in tables],
+        begins=begins,
+        ends=lengths,
+        tokens=tokens,
+        layer=draw(st.integers(0, 1)),
+    )
+
+
+@SETTINGS
+@given(cases(torch.float32))
+def test_attention_is_the_softmax_over_the_blocks(case: Case) -> None:
+    assert_close(case.run()[case.tokens], case.expected())
+
+
+@SETTINGS
+@given(cases(torch.bfloat16))
+def test_attention_to_bfloat16_rounds_only_the_result(case: Case) -> None:
+    assert_close(case.run()[case.tokens], case.expected(), 2.0**-8)
+
+
+@SETTINGS
+@given(cases(torch.float32))
+def test_attention_of_a_row_is_the_same_bits_in_any_company(case: Case) -> None:
+    together = case.run()
+    for row, token in enumerate(case.tokens):
+        alone = Case(
+            case.cache,
+            case.query,
+            [case.tables[row]],
+            [case.begins[row]],
+            [case.ends[row]],
+            [token],
+            case.layer,
+        )
+        assert torch.equal(alone.run()[token], together[token])
+
+
+def test_attention_survives_scores_beyond_any_exponential() -> None:
+    cache = torch.zeros(1, 1, 2, 1, 4, 16)
+    cache[0, 0, 0, 0, :, 0] = torch.tensor([1e4, -1e4, 1e4, 0.0])
+    cache[0, 0, 1, 0, :, 0] = torch.tensor([1.0, 5.0, 3.0, 9.0])
+    query = torch.zeros(1, 1, 16)
+    query[0, 0, 0] = 1e3
+    case = Case(cache, query, [[0]], [0], [4], [0], 0)
+    assert float(case.run()[0, 0]) == 2.0
+
+
+def rounded(weight: Tensor) -> Tensor:
+    return weight.bfloat16().float()
+
+
+@pytest.mark.parametrize("kept_as", [rounded, Tensor.clone])
+@SETTINGS
+@given(
+    rows=st.integers(0, 40),
+    outputs=st.integers(1, 150),
+    depth=st.one_of(st.integers(1, 60), st.sampled_from([383, 384, 385, 386, 769, 1000])),
+    bias=st.booleans(),
+    residual=st.booleans(),
+)
+def test_linear_is_the_product(
+    kept_as: Callable[[Tensor], Tensor],
+    rows: int,
+    outputs: int,
+    depth: int,
+    bias: bool,
+    residual: bool,
+) -> None:
+    torch.manual_seed(outputs * depth)
+    x, weight = torch.randn(rows, depth), kept_as(torch.randn(outputs, depth))
+    add = torch.randn(outputs) if bias else None
+    other = torch.randn(rows, outputs) if residual else None
+    packed = native.ops.pack_linear(weight)
+    # Weights that bfloat16 holds stay bfloat16.
+    assert packed.dtype is (torch.bfloat16 if kept_as is rounded else torch.float32)
+    got = native.ops.linear(x, packed, outputs, add, other)
+    expected = functional.linear(x.double(), weight.double(), None if add is None else add.double())
+    if rows:
+        assert_close(got, expected if other is None else expected + other)
+    # The sums are added up in one order, whoever else is there.
+    for row in range(0, rows, 7):
+        part = None if other is None else other[row : row + 1]
+        alone = native.ops.linear(x[row : row + 1], packed, outputs, add, part)
+        assert torch.equal(alone[0], got[row])
+
+
+@SETTINGS
+@given(rows=st.integers(1, 5), width=st.integers(1, 70))
+def test_norm_and_gate_are_torchs(rows: int, width: int) -> None:
+    torch.manual_seed(width)
+    x, weight = torch.randn(rows, width) * 3, torch.randn(width)
+    got = native.ops.rms_norm(x, weight, 1e-5)
+    assert_close(got, functional.rms_norm(x.double(), [width], weight.double(), 1e-5))
+    both = torch.randn(rows, 2 * width) * 20
+    gate, up = both.double().chunk(2, -1)
+    assert_close(native.ops.silu_gate(both), functional.silu(gate) * up)
+
+
+def test_more_threads_change_nothing() -> None:
+    x, weight = torch.randn(33, 500), torch.randn(900, 500)
+    packed = native.ops.pack_linear(weight)
+    alone = native.ops.linear(x, packed, 900, None, None)
+    torch.set_num_threads(4)
+    try:
+        assert torch.equal(native.ops.linear(x, packed, 900, None, None), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_kernels_for_any_processor_are_right_too() -> None:
+    """Which kernels run is settled when the library is loaded: this takes another process."""
+    here = Path(__file__)
+    done: Any = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            here,
+            "-k",
+            "not processor",
+            "-p",
+            "no:cacheprovider",
+        ],
+        env={**os.environ, "SPLITSERVE_KERNELS": "plain"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
