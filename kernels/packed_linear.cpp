@@ -42,7 +42,7 @@ struct Weights {
 // every row, and then the sums wait for loads.
 inline void in_register(Floats& value) {
 #if defined(__x86_64__)
-  asm("" : "+x"(value));
+  asm("" : "+v"(value));
 #elif defined(__aarch64__)
   asm("" : "+w"(value));
 #endif

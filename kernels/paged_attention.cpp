@@ -69,8 +69,8 @@ inline void score(const float* query, const Element* keys, std::int64_t head_dim
 
 // Adds weighted values of one block to VECTORS vectors' width of the result.
 template <int HEADS, int VECTORS, class Element>
-inline void mix(const float* weights, const Element* values, std::int64_t count,
-                std::int64_t head_dim, float* mixed) {
+inline void mix(const float* weights, const Element* values, const Element* next,
+                std::int64_t count, std::int64_t head_dim, float* mixed) {
   Floats totals[HEADS][VECTORS];
   for (int head = 0; head < HEADS; ++head) {
     for (int v = 0; v < VECTORS; ++v) {
@@ -82,6 +82,8 @@ inline void mix(const float* weights, const Element* values, std::int64_t count,
     for (int head = 0; head < HEADS; ++head) {
       weight[head] = splat(weights[head * kPieceTokens + token]);
     }
+    // A few at a time: the processor waits for no more than two dozen lines at once.
+    prefetch(next + token * head_dim, VECTORS * kLanes);
     for (int v = 0; v < VECTORS; ++v) {
       const Floats value = load(values + token * head_dim + v * kLanes);
       for (int head = 0; head < HEADS; ++head) totals[head][v] += weight[head] * value;
@@ -118,6 +120,8 @@ inline void weigh(float* scores, std::int64_t count, float* peak, float* weight)
 template <int HEADS, class Element>
 void attend_heads(const PagedAttention& call, const Piece& piece, const Element* query,
                   float* mixed, float* peaks, float* weights) {
+  // The caller makes no empty pieces; the compiler should know.
+  if (piece.begin >= piece.end) __builtin_unreachable();
   const std::int64_t dim = call.head_dim;
   const std::int64_t head_size = call.block_size * dim;
   const std::int64_t* ids = call.table + piece.row * call.table_width;
@@ -148,16 +152,17 @@ void attend_heads(const PagedAttention& call, const Piece& piece, const Element*
     weigh(scores[head], piece.end - piece.begin, peaks + head, weights + head);
   }
   std::memset(mixed, 0, HEADS * dim * sizeof(float));
-  values.each(piece.begin, piece.end, nullptr,
+  // What this thread reads next is not known here; the last block is there already.
+  const Element* after = values.at(piece.end - 1);
+  values.each(piece.begin, piece.end, after,
               [&](std::int64_t first, std::int64_t count, const Element* at, const Element* next) {
                 const float* from = scores[0] + (first - piece.begin);
-                if (next != nullptr) prefetch(next, count * dim);
                 std::int64_t d = 0;
                 for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
-                  mix<HEADS, 4>(from, at + d, count, dim, mixed + d);
+                  mix<HEADS, 4>(from, at + d, next + d, count, dim, mixed + d);
                 }
                 for (; d < dim; d += kLanes) {
-                  mix<HEADS, 1>(from, at + d, count, dim, mixed + d);
+                  mix<HEADS, 1>(from, at + d, next + d, count, dim, mixed + d);
                 }
               });
 }

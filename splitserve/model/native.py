@@ -31,7 +31,7 @@ def _load() -> bool:
     if os.environ.get(SWITCH) == "0" or not library().is_file():
         return False
     try:
-        torch.ops.load_library(str(library()))
+        torch.ops.load_library(str(library()))  # type: ignore[no-untyped-call]
     except OSError as error:
         log.warning("native kernels cannot be loaded", extra={"error": str(error)})
         return False
