@@ -37,4 +37,4 @@ bench: install
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build dist *.egg-info splitserve/model/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist *.egg-info splitserve/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

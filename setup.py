@@ -15,7 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("kernels")
-KERNELS = ("paged_attention.cpp", "packed_linear.cpp", "rowwise.cpp")
+KERNELS = ("copy.cpp", "packed_linear.cpp", "paged_attention.cpp", "rowwise.cpp")
 FLAGS = [
     *("-std=c++20", "-O3", "-g0", "-fno-math-errno", "-ffp-contract=fast", "-Wall"),
     # GCC 12 warns of its own header for AVX-512.
@@ -92,7 +92,7 @@ def extensions() -> list[Extension]:
         return []
     sources = [str(SOURCES / name) for name in (*KERNELS, "bind.cpp")]
     # Optional: a machine without a compiler gets a warning and the package without kernels.
-    return [Extension("splitserve.model.native", sources, language="c++", optional=True)]
+    return [Extension("splitserve.native", sources, language="c++", optional=True)]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

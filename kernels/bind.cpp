@@ -31,12 +31,13 @@ struct Kernels {
   decltype(&plain::rms_norm) rms_norm;
   decltype(&plain::silu_gate) silu_gate;
   decltype(&plain::rotate_and_store) rotate_and_store;
+  decltype(&plain::copy_run) copy_run;
 };
 
 #define SPLITSERVE_KERNELS(isa)                                                        \
   Kernels {                                                                            \
     #isa, isa::panel_width, isa::attend, isa::linear, isa::rms_norm, isa::silu_gate,   \
-        isa::rotate_and_store                                                          \
+        isa::rotate_and_store, isa::copy_run                                           \
   }
 
 // The best that this processor has. SPLITSERVE_KERNELS=plain or avx2 asks for less: for tests.
@@ -194,6 +195,14 @@ void join(const PagedAttention& call, std::int64_t first, std::int64_t last, std
   for (std::int64_t d = 0; d < dim; ++d) put(d, sum[d] / total);
 }
 
+// Every number of an index must be one of `size`: what lies elsewhere is somebody else's memory.
+void check_among(const Tensor& index, std::int64_t size, const char* name) {
+  const auto* first = index.const_data_ptr<std::int64_t>();
+  TORCH_CHECK(std::all_of(first, first + index.numel(),
+                          [size](std::int64_t number) { return 0 <= number && number < size; }),
+              name, " must be within 0..", size - 1);
+}
+
 std::uint16_t rounded(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -216,6 +225,9 @@ void paged_attention(Tensor& out, const Tensor& query, const Tensor& cache, std:
   TORCH_CHECK(table.dim() == 2 && table.size(0) == rows && begins.size(0) == rows &&
                   ends.size(0) == rows && out.numel() == query.numel(),
               "rows don't fit one another");
+  check_among(tokens, query.size(0), "tokens");
+  check_among(table, cache.size(0), "table");
+  TORCH_CHECK(0 <= layer && layer < cache.size(1), "layer must be within 0..", cache.size(1) - 1);
 
   PagedAttention call{};
   call.query = query.const_data_ptr();
@@ -318,6 +330,9 @@ void rotate_and_store(Tensor& heads, const Tensor& cos, const Tensor& sin, Tenso
   TORCH_CHECK(cos.numel() == tokens * dim && sin.numel() == tokens * dim &&
                   block_of.numel() == tokens && offset_of.numel() == tokens,
               "one position per token");
+  check_among(block_of, cache.size(0), "block_of");
+  check_among(offset_of, cache.size(4), "offset_of");
+  TORCH_CHECK(0 <= layer && layer < cache.size(1), "layer must be within 0..", cache.size(1) - 1);
   RotateAndStore call{};
   call.heads = heads.mutable_data_ptr<float>();
   call.cos = cos.const_data_ptr<float>();
@@ -334,6 +349,51 @@ void rotate_and_store(Tensor& heads, const Tensor& cos, const Tensor& sin, Tenso
              [&](std::int64_t first, std::int64_t last) {
                kernels().rotate_and_store(call, first, last);
              });
+}
+
+CacheShape shape_of(const Tensor& cache, const char* name) {
+  TORCH_CHECK(cache.dim() == 6 && cache.size(2) == 2 && cache.is_contiguous(), name,
+              " must be contiguous [N, layers, 2, heads, S, D]");
+  return {cache.size(1), cache.size(3), cache.size(4)};
+}
+
+// Whether `count` from `first` on are among `size`.
+bool within(std::int64_t first, std::int64_t count, std::int64_t size) {
+  return 0 <= first && 0 <= count && count <= size && first <= size - count;
+}
+
+void copy_runs(Tensor& target, const Tensor& source, at::IntArrayRef part, const Tensor& runs) {
+  CopyRegion region{};
+  region.source_shape = shape_of(source, "source");
+  region.target_shape = shape_of(target, "target");
+  TORCH_CHECK(source.element_size() == target.element_size() && source.size(5) == target.size(5),
+              "both caches must have one head size and data type");
+  check(runs, at::kLong, "runs");
+  TORCH_CHECK(runs.dim() == 2 && runs.size(1) == sizeof(CopyRun) / sizeof(std::int64_t),
+              "runs must be [R, 6]");
+  TORCH_CHECK(part.size() == 6, "part must be six numbers");
+  region.source = static_cast<const char*>(source.const_data_ptr());
+  region.target = static_cast<char*>(target.mutable_data_ptr());
+  region.vector_bytes = source.size(5) * source.element_size();
+  region.source_layer = part[0];
+  region.source_head = part[1];
+  region.target_layer = part[2];
+  region.target_head = part[3];
+  region.layers = part[4];
+  region.heads = part[5];
+  TORCH_CHECK(within(part[0], part[4], source.size(1)) && within(part[1], part[5], source.size(3)) &&
+                  within(part[2], part[4], target.size(1)) &&
+                  within(part[3], part[5], target.size(3)),
+              "part must lie within both caches");
+  const auto* run = static_cast<const CopyRun*>(runs.const_data_ptr());
+  for (const CopyRun* end = run + runs.size(0); run != end; ++run) {
+    TORCH_CHECK(within(run->source_block, run->blocks, source.size(0)) &&
+                    within(run->source_offset, run->tokens, source.size(4)) &&
+                    within(run->target_block, run->blocks, target.size(0)) &&
+                    within(run->target_offset, run->tokens, target.size(4)),
+                "each run must lie within both caches");
+    kernels().copy_run(region, *run);
+  }
 }
 
 std::string instruction_set() { return kernels().name; }
@@ -354,6 +414,7 @@ TORCH_LIBRARY(splitserve, library) {
   library.def(
       "rotate_and_store(Tensor(a!) heads, Tensor cos, Tensor sin, Tensor(b!) cache, int layer, "
       "Tensor block_of, Tensor offset_of) -> ()");
+  library.def("copy_runs(Tensor(a!) target, Tensor source, int[] part, Tensor runs) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(splitserve, CPU, library) {
@@ -363,4 +424,5 @@ TORCH_LIBRARY_IMPL(splitserve, CPU, library) {
   library.impl("rms_norm", &splitserve::rms_norm);
   library.impl("silu_gate", &splitserve::silu_gate);
   library.impl("rotate_and_store", &splitserve::rotate_and_store);
+  library.impl("copy_runs", &splitserve::copy_runs);
 }

@@ -78,6 +78,38 @@ struct RotateAndStore {
   std::int64_t head_dim;
 };
 
+// How a cache [N, layers, 2, heads, S, D] is laid out.
+struct CacheShape {
+  std::int64_t layers;
+  std::int64_t heads;
+  std::int64_t block_size;
+};
+
+// Layers and heads that one cache gives to another; see splitserve/transfer/plan.py.
+struct CopyRegion {
+  const char* source;
+  CacheShape source_shape;
+  char* target;
+  CacheShape target_shape;
+  std::int64_t vector_bytes;  // of one token's key or value of one head
+  std::int64_t source_layer;
+  std::int64_t source_head;
+  std::int64_t target_layer;
+  std::int64_t target_head;
+  std::int64_t layers;
+  std::int64_t heads;
+};
+
+// Tokens of a block, or whole blocks in a row.
+struct CopyRun {
+  std::int64_t source_block;
+  std::int64_t source_offset;
+  std::int64_t target_block;
+  std::int64_t target_offset;
+  std::int64_t tokens;
+  std::int64_t blocks;
+};
+
 // Every instruction set has the same kernels.
 #define SPLITSERVE_DECLARE(isa)                                                              \
   namespace isa {                                                                            \
@@ -88,6 +120,7 @@ struct RotateAndStore {
                 std::int64_t rows, std::int64_t width);                                      \
   void silu_gate(const float* gate_up, float* out, std::int64_t rows, std::int64_t width);   \
   void rotate_and_store(const RotateAndStore& call, std::int64_t first, std::int64_t last);  \
+  void copy_run(const CopyRegion& region, const CopyRun& run);                               \
   }
 
 SPLITSERVE_DECLARE(plain)

@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -51,6 +51,26 @@ inline Floats load(const BFloat16* from) {
 }
 
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+// To an aligned place, past the caches: nobody reads it soon, and memory need not be read first.
+inline void store_past_caches(char* to, Floats value) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(reinterpret_cast<float*>(to), (__m512)value);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(reinterpret_cast<float*>(to), (__m256)value);
+#elif defined(__x86_64__)
+  _mm_stream_ps(reinterpret_cast<float*>(to), (__m128)value);
+#else
+  std::memcpy(to, &value, sizeof value);
+#endif
+}
+
+// Lets no later store overtake those past the caches.
+inline void finish_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 
 inline Floats splat(float value) { return value - Floats{}; }
 

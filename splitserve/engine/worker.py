@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from splitserve import native
 from splitserve.core.config import EngineConfig
 from splitserve.core.errors import SplitserveError
 from splitserve.core.logs import configure_logs
@@ -28,7 +29,6 @@ from splitserve.engine.sampler import sample
 from splitserve.kv.cache import KVCache
 from splitserve.kv.layout import KVLayout
 from splitserve.kv.memory import free_bytes, remove, segment_name
-from splitserve.model import native
 from splitserve.model.config import ModelConfig, resolve_dtype
 from splitserve.model.decoder import Decoder, ModelInput
 from splitserve.model.loader import load_decoder

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from splitserve.model import native
+from splitserve import native
 from splitserve.model.layers import Linear, Rotation
 
 _MASKED = float("-inf")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from splitserve import native
 from splitserve.core.errors import invalid
-from splitserve.model import native
 from splitserve.model.config import RopeConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

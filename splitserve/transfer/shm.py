@@ -3,14 +3,12 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
-
-from numpy.typing import NDArray
 
 from splitserve.core.errors import FailedPreconditionError
 from splitserve.kv.cache import KVCache
 from splitserve.kv.handle import RankMemory
-from splitserve.transfer.plan import TransferPlan, plan_transfer
+from splitserve.transfer.copy import copy_planned
+from splitserve.transfer.plan import plan_transfer
 from splitserve.transfer.transport import PullJob, PullResult
 
 TRANSPORT = "shm"
@@ -102,45 +100,6 @@ class ShmImporter:
         while len(self._peers) > max(MAX_MAPPED_PEERS, at_least):
             self._peers.popitem(last=False)[1].close()
         return peer
-
-
-def copy_planned(plan: TransferPlan, sources: dict[int, NDArray[Any]], target: NDArray[Any]) -> int:
-    """Copies what the plan says between caches of `KVCache.raw`'s shape.
-
-    One numpy assignment per region and run. Numpy folds dimensions that are contiguous on both
-    sides, so that whole blocks are one memcpy, and lets go of the GIL while it copies.
-
-    Args:
-        plan: What to copy.
-        sources: Each source rank's cache, by rank.
-        target: The target rank's.
-
-    Returns:
-        Bytes copied.
-    """
-    size_bytes = 0
-    for region in plan.regions:
-        from_layers = slice(region.source_layer, region.source_layer + region.layers)
-        from_heads = slice(region.source_head, region.source_head + region.heads)
-        to_layers = slice(region.target_layer, region.target_layer + region.layers)
-        to_heads = slice(region.target_head, region.target_head + region.heads)
-        given = sources[region.source_rank][:, from_layers, :, from_heads]
-        taken = target[:, to_layers, :, to_heads]
-        for run in plan.runs:
-            part = given[
-                run.source_block : run.source_block + run.blocks,
-                ...,
-                run.source_offset : run.source_offset + run.tokens,
-                :,
-            ]
-            taken[
-                run.target_block : run.target_block + run.blocks,
-                ...,
-                run.target_offset : run.target_offset + run.tokens,
-                :,
-            ] = part
-            size_bytes += part.nbytes
-    return size_bytes
 
 
 def _check_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitserve.model import native
+from splitserve import native
 
 TOLERANCE = 1e-4
 BLOCKS = [5, 3, 9, 11, 1, 0, 7, 2, 13, 22, 21, 20, 19, 18, 17, 16, 15, 14]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from splitserve.model import native
+from splitserve import native
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the kernels are not built")
 
@@ -144,6 +144,33 @@ def test_attention_survives_scores_beyond_any_exponential() -> None:
     query[0, 0, 0] = 1e3
     case = Case(cache, query, [[0]], [0], [4], [0], 0)
     assert float(case.run()[0, 0]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tables", [[1]]), ("tables", [[-1]]), ("tokens", [1]), ("ends", [5])]
+)
+def test_attention_reads_nothing_outside_the_cache(name: str, value: Any) -> None:
+    case = Case(torch.zeros(1, 1, 2, 1, 4, 16), torch.zeros(1, 1, 16), [[0]], [0], [4], [0], 0)
+    setattr(case, name, value)
+    with pytest.raises(RuntimeError, match="must be"):
+        case.run()
+
+
+@pytest.mark.parametrize(
+    ("block", "offset", "layer"), [(2, 0, 0), (-1, 0, 0), (0, 4, 0), (0, 0, 1)]
+)
+def test_nothing_is_stored_outside_the_cache(block: int, offset: int, layer: int) -> None:
+    heads, turn = torch.zeros(1, 3, 16), torch.zeros(1, 16)
+    with pytest.raises(RuntimeError, match="must be within"):
+        native.ops.rotate_and_store(
+            heads,
+            turn,
+            turn,
+            torch.zeros(2, 1, 2, 1, 4, 16),
+            layer,
+            torch.tensor([block]),
+            torch.tensor([offset]),
+        )
 
 
 def rounded(weight: Tensor) -> Tensor:

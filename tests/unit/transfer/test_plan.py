@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import FailedPreconditionError
 from splitserve.kv.layout import KVLayout
+from splitserve.transfer.copy import copy_planned
 from splitserve.transfer.plan import Region, Run, plan_transfer
-from splitserve.transfer.shm import copy_planned
 
 HEAD_DIM = 2
 

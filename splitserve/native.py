@@ -1,7 +1,7 @@
-"""The native kernels, where they were built; without them the model computes with torch alone.
+"""The native kernels, where they were built; without them torch and numpy do the same, slower.
 
 `kernels/` holds their sources and `setup.py` builds them. What they compute, and for which data
-types, is said where they are used: `layers` and `attention` pick once, when a model is built.
+types, is said where they are used: in `splitserve.model` and `splitserve.transfer.copy`.
 """
 
 import logging

@@ -1,0 +1,67 @@
+// Copies KV from cache to cache, past the processor's caches.
+//
+// memcpy goes past them only for copies of many megabytes. A pull is made of blocks: through the
+// caches, each line of the target would first be read, and what the step loop needs would be
+// pushed out.
+#include "vector.h"
+
+namespace splitserve::SPLITSERVE_ISA {
+namespace {
+
+// Where layer, keys (0) or values (1), head and token of a block begin.
+std::int64_t place(const CacheShape& shape, std::int64_t vector_bytes, std::int64_t block,
+                   std::int64_t layer, std::int64_t kind, std::int64_t head, std::int64_t token) {
+  const std::int64_t row = ((block * shape.layers + layer) * 2 + kind) * shape.heads + head;
+  return (row * shape.block_size + token) * vector_bytes;
+}
+
+void stream(char* to, const char* from, std::int64_t bytes) {
+  constexpr std::int64_t kStep = 4 * sizeof(Floats);
+  const std::int64_t unaligned = -reinterpret_cast<std::intptr_t>(to) & (sizeof(Floats) - 1);
+  if (bytes < unaligned + kStep) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  std::memcpy(to, from, unaligned);
+  std::int64_t at = unaligned;
+  for (; at + kStep <= bytes; at += kStep) {
+    const float* read = reinterpret_cast<const float*>(from + at);
+    const Floats a = load(read), b = load(read + kLanes), c = load(read + 2 * kLanes),
+                 d = load(read + 3 * kLanes);
+    store_past_caches(to + at, a);
+    store_past_caches(to + at + sizeof(Floats), b);
+    store_past_caches(to + at + 2 * sizeof(Floats), c);
+    store_past_caches(to + at + 3 * sizeof(Floats), d);
+  }
+  std::memcpy(to + at, from + at, bytes - at);
+}
+
+}  // namespace
+
+void copy_run(const CopyRegion& region, const CopyRun& run) {
+  const CacheShape &given = region.source_shape, &taken = region.target_shape;
+  // Heads of whole blocks lie in a row.
+  const bool whole = run.tokens == given.block_size && run.tokens == taken.block_size;
+  const std::int64_t pieces = whole ? 1 : region.heads;
+  const std::int64_t bytes = run.tokens * region.vector_bytes * (whole ? region.heads : 1);
+  for (std::int64_t block = 0; block < run.blocks; ++block) {
+    for (std::int64_t layer = 0; layer < region.layers; ++layer) {
+      for (std::int64_t kind = 0; kind < 2; ++kind) {
+        for (std::int64_t head = 0; head < pieces; ++head) {
+          const std::int64_t from =
+              place(given, region.vector_bytes, run.source_block + block,
+                    region.source_layer + layer, kind, region.source_head + head,
+                    run.source_offset);
+          const std::int64_t to =
+              place(taken, region.vector_bytes, run.target_block + block,
+                    region.target_layer + layer, kind, region.target_head + head,
+                    run.target_offset);
+          stream(region.target + to, region.source + from, bytes);
+        }
+      }
+    }
+  }
+  finish_stores();
+}
+
+}  // namespace splitserve::SPLITSERVE_ISA
