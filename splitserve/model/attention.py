@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from splitserve import native
-from splitserve.model.layers import Linear, Rotation
+from splitserve.model.layers import Linear, Rotation, SummedLinear
 
 _MASKED = float("-inf")
 
@@ -331,13 +331,13 @@ class Attention:
     Args:
         qkv: All three projections as one: H query heads, then K key heads, then K value heads.
         out: The projection back.
-        num_heads: H.
-        num_kv_heads: K.
+        num_heads: H, of this rank.
+        num_kv_heads: K, of this rank.
         head_dim: D.
     """
 
     def __init__(
-        self, qkv: Linear, out: Linear, num_heads: int, num_kv_heads: int, head_dim: int
+        self, qkv: Linear, out: SummedLinear, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         self._qkv = qkv
         self._out = out
@@ -356,7 +356,7 @@ class Attention:
             residual: What the result is added to: ``[T, E]``.
             rotation: The tokens' positions.
             plan: What to write and read.
-            index: Which layer this is.
+            index: Which of the cache's layers this is.
 
         Returns:
             ``[T, E]``.

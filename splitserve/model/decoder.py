@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from splitserve.model.attention import Attention, AttentionPlan, Pages, Row
-from splitserve.model.layers import GatedMLP, Linear, RMSNorm, Rope, Rotation
+from splitserve.model.layers import Embedding, GatedMLP, Head, RMSNorm, Rope, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,27 +105,29 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A whole model.
+    """A rank's part of a model: some layers, and at either end of them what is before and behind.
 
     Args:
-        embedding: ``[V, E]``.
-        layers: Its layers, the first one first.
-        norm: Before the head.
-        head: Hidden states to logits.
+        embedding: Before the first layer; None on a stage that begins later.
+        layers: This rank's, the first one first.
+        norm: Before the head; None on a stage that ends earlier.
+        head: Hidden states to logits; None as well.
         rope: Position embedding.
-        num_heads: Query heads (H).
+        num_heads: Query heads of this rank (H).
         sliding_window: Tokens a token sees, itself included; None for all.
+        dtype: Data type of weights, activations and KV.
     """
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: Embedding | None,
         layers: Sequence[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
+        norm: RMSNorm | None,
+        head: Head | None,
         rope: Rope,
         num_heads: int,
         sliding_window: int | None,
+        dtype: torch.dtype,
     ) -> None:
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -134,25 +136,23 @@ class Decoder:
         self._rope = rope
         self._num_heads = num_heads
         self._window = sliding_window
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of weights, activations and KV."""
-        return self._embedding.dtype
+        self.dtype = dtype
 
     @torch.inference_mode()
-    def forward(self, model_input: ModelInput, cache: Tensor) -> Tensor:
-        """Computes a step: writes all its tokens' KV, and the logits that are wanted.
+    def forward(
+        self, model_input: ModelInput, cache: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Computes a step: writes all its tokens' KV, and what comes behind the layers.
 
         Args:
             model_input: The step.
-            cache: A rank's whole KV, ``[N, L, 2, K, S, D]``, contiguous, in `dtype`.
+            cache: This rank's whole KV, ``[N, L, 2, K, S, D]``, contiguous, in `dtype`.
+            hidden: What the stage before made of the tokens, ``[T, E]``; None on the first stage.
 
         Returns:
-            float32 ``[rows that want logits, V]``, in the order of the rows.
+            Hidden states ``[T, E]`` for the next stage; on the last one float32 logits
+            ``[len(logits_of), V]`` on the first tensor rank and ``[0, V]`` on the others.
         """
-        assert cache.dtype is self.dtype, f"KV is {cache.dtype}, the model {self.dtype}"
-        assert cache.is_contiguous(), "a block is one contiguous copy"
         if model_input.begun_blocks.numel():
             # Padding reads a last block to its end. Its mask makes the weights zero, but zero
             # times a NaN left by somebody else is NaN.
@@ -167,10 +167,11 @@ class Decoder:
             self.dtype,
         )
         rotation = self._rope.at(model_input.positions)
-        hidden = self._embedding.index_select(0, model_input.token_ids)
+        if hidden is None:
+            assert self._embedding is not None, "the first stage embeds"
+            hidden = self._embedding(model_input.token_ids)
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, rotation, plan, index)
-        last = hidden.index_select(0, model_input.logits_of)
-        if not last.shape[0]:
-            return torch.empty(0, self._embedding.shape[0])
-        return self._head(self._norm(last)).float()
+        if self._norm is None or self._head is None:
+            return hidden
+        return self._head(self._norm(hidden.index_select(0, model_input.logits_of)))

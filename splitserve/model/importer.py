@@ -19,7 +19,7 @@ from splitserve.core.errors import (
     SplitserveError,
 )
 from splitserve.model.config import CONFIG_FILE, TOKENIZER_FILE, ModelConfig
-from splitserve.model.loader import INDEX_FILE, WEIGHTS_FILE
+from splitserve.model.weights import INDEX_FILE, WEIGHTS_FILE
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 CACHE_VARIABLE = "SPLITSERVE_CACHE"

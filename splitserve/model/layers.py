@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that know nothing of KV: linear, norm, MLP, rotary positions."""
+"""The parts of a decoder that know nothing of KV: linear, norm, MLP, rotary positions, ends."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from torch.nn import functional
 from splitserve import native
 from splitserve.core.errors import invalid
 from splitserve.model.config import RopeConfig
+from splitserve.model.group import TensorGroup
+from splitserve.model.part import Cut
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -62,6 +64,70 @@ def _packs(dtype: torch.dtype) -> bool:
     return dtype is torch.float32
 
 
+class SummedLinear:
+    """A projection whose inputs tensor ranks share out: the sum of what they make of theirs.
+
+    Args:
+        linear: Of this rank's inputs; the bias on the first rank only.
+        group: The ranks.
+    """
+
+    def __init__(self, linear: Linear, group: TensorGroup) -> None:
+        self._linear = linear
+        self._group = group
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """This rank's share of ``[T, in]`` to ``[T, out]``, added to ``residual``."""
+        return self._group.sum_(self._linear(x, residual if self._group.rank == 0 else None))
+
+
+class Embedding:
+    """The table of token embeddings, of whose rows tensor ranks share out the vocabulary.
+
+    Args:
+        table: This rank's rows: ``[V / ranks, E]``.
+        cut: Which ones.
+        group: The ranks.
+    """
+
+    def __init__(self, table: Tensor, cut: Cut, group: TensorGroup) -> None:
+        self._table = table
+        self._cut = cut
+        self._group = group
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """``[T]`` to ``[T, E]``."""
+        if self._group.size == 1:
+            return self._table.index_select(0, token_ids)
+        rows = token_ids - self._cut.begin
+        elsewhere = (rows < 0) | (rows >= self._cut.size)
+        found = self._table.index_select(0, rows.masked_fill(elsewhere, 0))
+        return self._group.sum_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class Head:
+    """Hidden states to logits.
+
+    Args:
+        linear: To this rank's share of the vocabulary.
+        vocab_size: V.
+        group: The ranks that share it.
+    """
+
+    def __init__(self, linear: Linear, vocab_size: int, group: TensorGroup) -> None:
+        self._linear = linear
+        self._vocab_size = vocab_size
+        self._group = group
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``[T, E]`` to float32 ``[T, V]`` on the first rank, to ``[0, V]`` on the others."""
+        if hidden.shape[0]:
+            logits = self._group.join(self._linear(hidden), self._vocab_size)
+            if logits is not None:
+                return logits.float()
+        return torch.empty(0, self._vocab_size)
+
+
 class RMSNorm:
     """Root mean square norm (Zhang & Sennrich, 2019).
 
@@ -101,7 +167,7 @@ class GatedMLP:
         InvalidArgumentError: The activation is unknown.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    def __init__(self, gate_up: Linear, down: SummedLinear, activation: str) -> None:
         if activation not in ACTIVATIONS:
             raise invalid("hidden_act", activation, ", ".join(ACTIVATIONS))
         self._gate_up = gate_up

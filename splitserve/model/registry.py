@@ -3,16 +3,14 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from splitserve.core.errors import invalid
 
 if TYPE_CHECKING:
-    import torch
-
-    from splitserve.model.config import ModelConfig
+    from splitserve.model.builder import Builder
     from splitserve.model.decoder import DecoderLayer
-    from splitserve.model.layers import Linear, RMSNorm
+    from splitserve.model.layers import Embedding, Head, RMSNorm
 
 _FAMILY_MODULES = {
     "LlamaForCausalLM": "splitserve.model.llama",
@@ -20,43 +18,24 @@ _FAMILY_MODULES = {
 }
 
 
-class Weights(Protocol):
-    """A checkpoint's tensors, in the data type the model computes in."""
-
-    def tensor(self, name: str, *shape: int) -> "torch.Tensor":
-        """One tensor.
-
-        Raises:
-            InvalidArgumentError: It is missing, or has another shape.
-        """
-
-    def stacked(self, rows: dict[str, int], *columns: int) -> "torch.Tensor":
-        """Several tensors as one, joined along the first axis.
-
-        Args:
-            rows: How many rows each of the named tensors has, in the order they are joined.
-            columns: Shape of a row; nothing for biases.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one family of decoders differs from the others: how its parts are built.
 
-    Parts are built one by one, so that a loader can tell its progress and a rank of a pipeline
-    can build only its own.
+    Parts are built one by one, so that a loader can tell its progress and a stage of a pipeline
+    builds only its own.
 
     Attributes:
-        embedding: The table ``[V, E]`` of token embeddings.
-        layer: One decoder layer, by its index.
+        embedding: Token ids to the first layer's input.
+        layer: One decoder layer, by its index in the model.
         final_norm: The norm before the head.
-        head: From hidden states to logits; gets the embedding table, to which it may be tied.
+        head: From hidden states to logits.
     """
 
-    embedding: "Callable[[ModelConfig, Weights], torch.Tensor]"
-    layer: "Callable[[ModelConfig, Weights, int], DecoderLayer]"
-    final_norm: "Callable[[ModelConfig, Weights], RMSNorm]"
-    head: "Callable[[ModelConfig, Weights, torch.Tensor], Linear]"
+    embedding: "Callable[[Builder], Embedding]"
+    layer: "Callable[[Builder, int], DecoderLayer]"
+    final_norm: "Callable[[Builder], RMSNorm]"
+    head: "Callable[[Builder], Head]"
 
 
 def architectures() -> tuple[str, ...]:

@@ -1,0 +1,115 @@
+"""Builds a model's modules from its weights, each rank its part of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splitserve.model.config import ModelConfig
+from splitserve.model.group import TensorGroup
+from splitserve.model.layers import Embedding, Head, Linear, SummedLinear
+from splitserve.model.part import Cut, ModelPart
+from splitserve.model.weights import Weights
+
+Rows = tuple[str, Cut]
+"""Some rows of a projection: its name, without ``.weight``, and which."""
+
+
+class Builder:
+    """What a family builds its modules with.
+
+    A layer's first projection is split by its outputs and its second by its inputs (Shoeybi et
+    al., 2019): between the two, a rank needs nothing from the others.
+
+    Args:
+        config: The model.
+        part: What this rank holds.
+        group: The ranks it shares layers with.
+        weights: The whole model's.
+        dtype: Data type to compute in.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        part: ModelPart,
+        group: TensorGroup,
+        weights: Weights,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.part = part
+        self.group = group
+        self.weights = weights
+        self.dtype = dtype
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """One whole tensor."""
+        out = torch.empty(shape, dtype=self.dtype)
+        self.weights.read_into(out, name, *map(Cut.whole, shape))
+        return out
+
+    def split_linear(
+        self, rows: Sequence[Rows], columns: int, *, bias: bool, transposed: bool = False
+    ) -> Linear:
+        """Some outputs of one or several projections of the same input, as one.
+
+        Args:
+            rows: Which outputs of which projections, in order.
+            columns: Inputs.
+            bias: Whether they have biases.
+            transposed: Whether the weights are stored ``[in, out]``.
+        """
+        weight = self._stacked(rows, Cut.whole(columns), transposed=transposed)
+        return Linear(weight, self._stacked_bias(rows) if bias else None)
+
+    def summed_linear(
+        self, name: str, rows: int, columns: Cut, *, bias: bool, transposed: bool = False
+    ) -> SummedLinear:
+        """A projection of some of the inputs; what the ranks make of theirs is added up.
+
+        Args:
+            name: The projection.
+            rows: Outputs.
+            columns: Which inputs are this rank's.
+            bias: Whether it has a bias.
+            transposed: Whether the weights are stored ``[in, out]``.
+        """
+        whole = [(name, Cut.whole(rows))]
+        weight = self._stacked(whole, columns, transposed=transposed)
+        # Added once, not once per rank.
+        added = self._stacked_bias(whole) if bias and self.group.rank == 0 else None
+        return SummedLinear(Linear(weight, added), self.group)
+
+    def embedding(self, name: str) -> Embedding:
+        """The table of token embeddings, each rank some of the vocabulary."""
+        cut = self.part.share(self.config.vocab_size)
+        table = self._stacked([(name, cut)], Cut.whole(self.config.hidden_size))
+        return Embedding(table, cut, self.group)
+
+    def head(self, name: str) -> Head:
+        """From hidden states to logits, each rank some of the vocabulary.
+
+        Args:
+            name: The projection; for a tied one, the embedding's.
+        """
+        vocab = self.config.vocab_size
+        rows = [(name, self.part.share(vocab))]
+        return Head(self.split_linear(rows, self.config.hidden_size, bias=False), vocab, self.group)
+
+    def _stacked(self, rows: Sequence[Rows], columns: Cut, *, transposed: bool = False) -> Tensor:
+        counts = [cut.size for _, cut in rows]
+        out = torch.empty(sum(counts), columns.size, dtype=self.dtype)
+        for (name, cut), part in zip(rows, torch.split(out, counts), strict=True):
+            if transposed:
+                self.weights.read_into(part.t(), f"{name}.weight", columns, cut)
+            else:
+                self.weights.read_into(part, f"{name}.weight", cut, columns)
+        return out
+
+    def _stacked_bias(self, rows: Sequence[Rows]) -> Tensor:
+        counts = [cut.size for _, cut in rows]
+        out = torch.empty(sum(counts), dtype=self.dtype)
+        for (name, cut), part in zip(rows, torch.split(out, counts), strict=True):
+            self.weights.read_into(part, f"{name}.bias", cut)
+        return out
