@@ -75,7 +75,7 @@ class NodeEngine:
         return await self._finish(scheduler, len(self._held))
 
     def _all_blocks(self) -> BlockManager:
-        return BlockManager(self._executor.num_blocks, self._config.engine.block_size)
+        return BlockManager(self._executor.shape.num_blocks, self._config.engine.block_size)
 
     async def _first_token(self, request: Request) -> int:
         """Computes a prompt's KV in place: what a pull brings a decode node."""

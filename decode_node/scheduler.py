@@ -1,5 +1,7 @@
 """Decode: continuous batching; every request's blocks were reserved before it came here."""
 
+from itertools import islice
+
 from splitserve.core.lifetime import LifetimeEventKind
 from splitserve.core.request import Progress, Request, TokenLogprob
 from splitserve.engine.batch import Batch, BatchRow, StepOutput
@@ -16,9 +18,11 @@ class DecodeScheduler:
     Args:
         blocks: The node's blocks.
         eos_token_ids: Tokens that end an answer.
+        depth: Steps that may be under way at once; the requests are shared out to them.
     """
 
-    def __init__(self, blocks: BlockManager, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, blocks: BlockManager, eos_token_ids: frozenset[int], depth: int = 1) -> None:
+        self._depth = depth
         self._eos_token_ids = eos_token_ids
         self._running = LiveRequests(blocks)
 
@@ -34,16 +38,19 @@ class DecodeScheduler:
         self._running.add(request)
 
     def schedule(self) -> Batch | None:
-        """One token of every running request."""
-        if not len(self._running):
+        """One token of every running request, or of one stage's share of them."""
+        share = -(-len(self._running) // self._depth)
+        idle = (request for request in self._running if not self._running.in_step(request))
+        rows = tuple(BatchRow.of(request, 1) for request in islice(idle, share))
+        if not rows:
             return None
-        batch = Batch(tuple(BatchRow.of(request, 1) for request in self._running))
+        batch = Batch(rows)
         self._running.begin_step(batch)
         return batch
 
     def update(self, batch: Batch, output: StepOutput) -> list[Progress]:
         """Takes a step's tokens."""
-        self._running.end_step()
+        self._running.end_step(batch)
         news = []
         for row, sample in zip(batch.rows, output.samples, strict=True):
             request = self._running.get(row.ticket)
@@ -57,7 +64,6 @@ class DecodeScheduler:
         self._running.drop(ticket)
 
     def _next_token(self, request: Request, sample: TokenLogprob) -> Progress:
-        request.computed += 1
         finish_reason = request.append(sample.token_id, self._eos_token_ids)
         if finish_reason is not None:
             request.stamp(LifetimeEventKind.DECODE_END)

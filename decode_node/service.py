@@ -25,7 +25,10 @@ class DecodeRole:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._puller = Puller(node.info.epoch, node.executor)
-        self.scheduler = DecodeScheduler(node.blocks, node.executor.eos_token_ids)
+        executor = node.executor
+        self.scheduler = DecodeScheduler(
+            node.blocks, executor.shape.model.eos_token_ids, executor.depth
+        )
         self.imports = ImportQueue(
             node.config,
             node.blocks,

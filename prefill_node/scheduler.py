@@ -1,6 +1,7 @@
 """Prefill: first come, first served, in chunks under a token budget."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from prefill_node.leases import Leases
 from splitserve.core.config import NodeConfig
@@ -70,17 +71,13 @@ class PrefillScheduler:
         """The next chunk of every prompt that the budget reaches, oldest first."""
         rows: list[BatchRow] = []
         budget = self._config.max_tokens_per_batch
-        for request in self._running:
+        for request in self._begun_then_waiting():
+            row = self._running.next_row(request, budget)
+            if row is not None:
+                rows.append(row)
+                budget -= len(row.token_ids)
             if budget == 0 or len(rows) == self._config.max_batch_size:
                 break
-            rows.append(_next_chunk(request, budget))
-            budget -= len(rows[-1].token_ids)
-        while budget and len(rows) < self._config.max_batch_size:
-            admitted = self._admit()
-            if admitted is None:
-                break
-            rows.append(_next_chunk(admitted, budget))
-            budget -= len(rows[-1].token_ids)
         if not rows:
             return None
         batch = Batch(tuple(rows))
@@ -89,13 +86,12 @@ class PrefillScheduler:
 
     def update(self, batch: Batch, output: StepOutput) -> list[Progress]:
         """Takes a step's first tokens: a prompt that is done is finished or leased."""
-        self._running.end_step()
+        self._running.end_step(batch)
         news = []
         for row, sample in zip(batch.rows, output.samples, strict=True):
             request = self._running.get(row.ticket)
             if request is None:
                 continue
-            request.computed += len(row.token_ids)
             if sample is not None:
                 news.append(self._first_token(request, sample))
             elif request.events:
@@ -106,6 +102,12 @@ class PrefillScheduler:
         """Drops a prompt, begun or not."""
         self._waiting.pop(ticket, None)
         self._running.drop(ticket)
+
+    def _begun_then_waiting(self) -> Iterator[Request]:
+        """Prompts by age; those that wait begin as they are reached."""
+        yield from tuple(self._running)
+        while (admitted := self._admit()) is not None:
+            yield admitted
 
     def _admit(self) -> Request | None:
         """Starts the oldest waiting prompt if its blocks fit; nobody overtakes it."""
@@ -130,7 +132,3 @@ class PrefillScheduler:
         else:
             self._running.drop(request.ticket)
         return request.tell(sample, finish_reason)
-
-
-def _next_chunk(request: Request, budget: int) -> BatchRow:
-    return BatchRow.of(request, min(budget, len(request.token_ids) - request.computed))

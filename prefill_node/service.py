@@ -31,7 +31,7 @@ class PrefillRole:
         node.blocks.on_free = node.loop.wake
         self.leases = Leases(node.blocks, node.config.lease_ttl_s)
         self.scheduler = PrefillScheduler(
-            node.config, node.blocks, self.leases, node.executor.eos_token_ids
+            node.config, node.blocks, self.leases, node.executor.shape.model.eos_token_ids
         )
 
     @property

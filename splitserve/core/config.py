@@ -7,6 +7,7 @@ from pathlib import Path
 
 from splitserve.core.errors import invalid
 from splitserve.core.node import NodeKind
+from splitserve.core.parallel import ONE_RANK, ParallelConfig
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest gRPC message any daemon takes."""
@@ -65,7 +66,7 @@ DEVICES = ("cpu",)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a worker needs to stand up.
+    """What a node's workers need to stand up.
 
     Attributes:
         model: Directory in the Hugging Face format.
@@ -77,7 +78,8 @@ class EngineConfig:
         block_size: Tokens in a KV block.
         num_blocks: KV blocks; None takes what a few long requests need.
         max_model_len: Most tokens of prompt and answer together; None takes the model's.
-        threads: Compute threads of the worker.
+        threads: Compute threads of each rank.
+        parallel: How many ranks there are, and how they share the model.
 
     Raises:
         InvalidArgumentError: A value is outside what is allowed.
@@ -92,6 +94,7 @@ class EngineConfig:
     num_blocks: int | None = None
     max_model_len: int | None = None
     threads: int = 1
+    parallel: ParallelConfig = ONE_RANK
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -50,3 +50,6 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         """Worker processes of the node."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+ONE_RANK = ParallelConfig()

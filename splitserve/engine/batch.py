@@ -39,7 +39,7 @@ class BatchRow:
     Attributes:
         ticket: Whose, by the attempt's ticket.
         token_ids: Tokens to compute: a chunk of the prompt, or the last token.
-        start: Position of the first of them; KV of all earlier ones is in the cache.
+        start: Position of the first of them; KV of all earlier ones is in the cache by then.
         block_ids: Enough blocks for ``start + len(token_ids)`` tokens, in token order.
         sample: None for a chunk that does not end the prompt.
     """
@@ -51,12 +51,19 @@ class BatchRow:
     sample: SampleSpec | None
 
     @classmethod
-    def of(cls, request: Request, count: int) -> "BatchRow":
-        """The request's next ``count`` tokens; samples if they are its last."""
-        end = request.computed + count
-        tokens = tuple(request.token_ids[request.computed : end])
+    def of(cls, request: Request, count: int, ahead: int = 0) -> "BatchRow":
+        """The request's next ``count`` tokens; samples if they are its last.
+
+        Args:
+            request: Whose.
+            count: How many.
+            ahead: Tokens that steps under way compute before these.
+        """
+        start = request.computed + ahead
+        end = start + count
+        tokens = tuple(request.token_ids[start:end])
         sample = SampleSpec.of(request) if end == len(request.token_ids) else None
-        return cls(request.ticket, tokens, request.computed, tuple(request.block_ids), sample)
+        return cls(request.ticket, tokens, start, tuple(request.block_ids), sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from splitserve.core.config import WORKER_START_TIMEOUT_S, WORKER_STOP_TIMEOUT_S, EngineConfig
 from splitserve.core.errors import InternalError
 from splitserve.engine.batch import Batch, StepOutput
-from splitserve.engine.messages import Ready
+from splitserve.engine.messages import Ready, Start
 from splitserve.engine.process import WorkerProcess
+from splitserve.engine.shape import NodeShape
 from splitserve.kv.handle import RankMemory
+from splitserve.kv.memory import free_bytes
 from splitserve.transfer.transport import PullJob, PullResult
 
 log = logging.getLogger(__name__)
@@ -20,33 +23,34 @@ log = logging.getLogger(__name__)
 class Executor:
     """All ranks of a node: started, stepped, fed and stopped together; use `start`.
 
-    One that ends by itself takes the others' usefulness along: `wait_failed` says so, and every
-    call that is under way or made later raises.
+    One that ends by itself takes the others along: `wait_failed` says which, and every call that
+    is under way or made later raises.
 
     Attributes:
+        shape: What the node is.
         memories: Each rank's KV, as peers reach it.
         transport: How they do.
-        num_blocks: KV blocks, the same ids on every rank.
-        max_model_len: Most tokens of prompt and answer together.
-        vocab_size: Tokens the model has logits for.
-        kv_dtype: Data type of KV.
-        eos_token_ids: Tokens that end an answer.
+        depth: Steps that can be under way at once, one for each pipeline stage.
     """
 
-    def __init__(self, workers: Sequence[WorkerProcess], ready: Sequence[Ready]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: NodeShape,
+        workers: Sequence[WorkerProcess],
+        ready: Sequence[Ready],
+    ) -> None:
         self._workers = tuple(workers)
+        # The first tensor rank of the last stage.
+        self._sampler = self._workers[-config.parallel.tensor_parallel_size]
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         for worker in self._workers:
             worker.ended.add_done_callback(self._on_ended)
         self._stopping = False
-        last = ready[-1]
+        self.shape = shape
         self.memories: tuple[RankMemory, ...] = tuple(one.memory for one in ready)
-        self.transport = last.transport
-        self.num_blocks = min(memory.num_blocks for memory in self.memories)
-        self.max_model_len = min(one.max_model_len for one in ready)
-        self.vocab_size = last.vocab_size
-        self.kv_dtype = last.memory.layout.dtype
-        self.eos_token_ids = last.eos_token_ids
+        self.transport = ready[0].transport
+        self.depth = config.parallel.pipeline_parallel_size
 
     @classmethod
     async def start(cls, config: EngineConfig, epoch: str) -> "Executor":
@@ -56,10 +60,11 @@ class Executor:
             SplitserveError: A worker could not start; one clear sentence. None is left.
         """
         begin = time.monotonic()
+        shape = NodeShape.plan(config, free_bytes())
         workers: list[WorkerProcess] = []
         try:
             async with asyncio.timeout(WORKER_START_TIMEOUT_S):
-                workers.append(WorkerProcess(0, config, epoch))
+                _spawn(workers, config, shape, epoch)
                 await asyncio.gather(*(worker.connect() for worker in workers))
                 ready = await asyncio.gather(*(worker.ready for worker in workers))
         except BaseException as error:
@@ -69,21 +74,20 @@ class Executor:
                     f"worker: it did not report within {WORKER_START_TIMEOUT_S:g} s"
                 ) from None
             raise
-        executor = cls(workers, ready)
         log.info(
             "workers ready",
             extra={
                 "ranks": len(workers),
-                "num_blocks": executor.num_blocks,
-                "max_model_len": executor.max_model_len,
-                "kv_dtype": executor.kv_dtype,
+                "num_blocks": shape.num_blocks,
+                "max_model_len": shape.max_model_len,
+                "kv_dtype": shape.dtype,
                 "seconds": f"{time.monotonic() - begin:.1f}",
             },
         )
-        return executor
+        return cls(config, shape, workers, ready)
 
     async def execute(self, batch: Batch) -> StepOutput:
-        """Computes one step on every rank; the last one's tokens count.
+        """Computes one step on every rank; up to `depth` may be under way at once.
 
         If cancelled, the workers finish the step all the same.
 
@@ -91,10 +95,16 @@ class Executor:
             InternalError: A worker has died, or dies in this step.
         """
         assert batch.rows, "a step computes something"
-        outputs: list[StepOutput] = await asyncio.gather(
-            *(worker.step(batch) for worker in self._workers)
-        )
-        return outputs[-1]
+        for worker in self._workers:
+            if worker is not self._sampler:
+                worker.take_part(batch)
+        try:
+            output: StepOutput = await self._sampler.step(batch)
+        except InternalError:
+            if self._failed.done():  # What came first is the reason.
+                raise InternalError(self._failed.result()) from None
+            raise
+        return output
 
     async def pull(self, job: PullJob) -> PullResult:
         """Copies a ticket's KV into the same blocks of every rank; several may run at once.
@@ -125,6 +135,21 @@ class Executor:
         if not self._stopping and not self._failed.done():
             log.error("%s", ended.result())
             self._failed.set_result(ended.result())
+            # The others wait for it, and for good.
+            for worker in self._workers:
+                worker.kill()
+
+
+def _spawn(
+    workers: list[WorkerProcess], config: EngineConfig, shape: NodeShape, epoch: str
+) -> None:
+    """Starts a process per rank; those that could be started are in ``workers``."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        several = config.parallel.num_ranks > 1
+        for rank in range(config.parallel.num_ranks):
+            start = Start(config, shape, epoch, rank, port)
+            workers.append(WorkerProcess(start, listener if several and rank == 0 else None))
 
 
 async def _all_done(calls: Sequence[asyncio.Future[Any]]) -> list[Any]:

@@ -1,15 +1,17 @@
 """The step loop: schedule, execute, update."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from splitserve.core.request import Progress
+from splitserve.engine.batch import Batch, StepOutput
 from splitserve.engine.executor import Executor
 from splitserve.engine.scheduler import Scheduler
 
 
 class StepLoop:
-    """Drives a scheduler's steps through the workers, one at a time.
+    """Drives a scheduler's steps through the workers, as many at a time as there are stages.
 
     Args:
         executor: The node's workers.
@@ -24,6 +26,7 @@ class StepLoop:
         self._executor = executor
         self._publish = publish
         self._wake = asyncio.Event()
+        self._under_way: deque[tuple[Batch, asyncio.Task[StepOutput]]] = deque()
         self.computed_tokens_total = 0
         self.sampled_tokens_total = 0
 
@@ -33,13 +36,38 @@ class StepLoop:
 
     async def run(self, scheduler: Scheduler) -> None:
         """Steps until cancelled; a worker's failure ends it with that error."""
-        while True:
-            batch = scheduler.schedule()
-            if batch is None:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            output = await self._executor.execute(batch)
-            self.computed_tokens_total += batch.num_tokens
-            self.sampled_tokens_total += sum(sample is not None for sample in output.samples)
-            self._publish(scheduler.update(batch, output))
+        try:
+            while True:
+                while self._has_room and (batch := scheduler.schedule()) is not None:
+                    step = asyncio.create_task(self._executor.execute(batch))
+                    self._under_way.append((batch, step))
+                await self._wait()
+                # Steps end in the order they began.
+                while self._under_way and self._under_way[0][1].done():
+                    batch, step = self._under_way.popleft()
+                    self._update(scheduler, batch, step.result())
+        finally:
+            for _, step in self._under_way:
+                step.cancel()
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._under_way) < self._executor.depth
+
+    async def _wait(self) -> None:
+        """Until the oldest step is over, or another one may have something to do."""
+        self._wake.clear()
+        if not self._under_way:
+            await self._wake.wait()
+            return
+        waits: list[asyncio.Task[object]] = [self._under_way[0][1]]
+        if self._has_room:
+            waits.append(asyncio.create_task(self._wake.wait()))
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits[1:]:
+            wait.cancel()
+
+    def _update(self, scheduler: Scheduler, batch: Batch, output: StepOutput) -> None:
+        self.computed_tokens_total += batch.num_tokens
+        self.sampled_tokens_total += sum(sample is not None for sample in output.samples)
+        self._publish(scheduler.update(batch, output))

@@ -14,6 +14,7 @@ from typing import Any
 from splitserve.core.config import EngineConfig
 from splitserve.core.errors import InternalError, SplitserveError, error_from_code
 from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.shape import NodeShape
 from splitserve.kv.handle import RankMemory
 from splitserve.transfer.transport import PullJob, PullResult
 
@@ -25,11 +26,21 @@ _HEADER = struct.Struct("!I")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message to a worker: what it is to be."""
+    """The first message to a worker: what it is to be.
+
+    Attributes:
+        config: What the node was told.
+        shape: What that makes of the node.
+        epoch: This start of the node.
+        rank: Which of its ranks the worker is.
+        port: Where the ranks meet.
+    """
 
     config: EngineConfig
+    shape: NodeShape
     epoch: str
     rank: int
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +50,10 @@ class Ready:
     Attributes:
         memory: Its KV cache, as peers reach it.
         transport: How they do.
-        max_model_len: Most tokens of prompt and answer together.
-        vocab_size: Tokens it has logits for.
-        eos_token_ids: Tokens that end an answer.
     """
 
     memory: RankMemory
     transport: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Work for a worker: a step on one socket, a pull on the other."""
+    """Work for a worker: a step on one socket, a pull on the other.
+
+    Of a step's ranks only the one that samples replies.
+    """
 
     call_id: int
     work: Batch | PullJob

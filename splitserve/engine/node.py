@@ -69,7 +69,7 @@ class Node:
         self.info = info
         self.executor = executor
         self.rpc = rpc
-        self.blocks = BlockManager(executor.num_blocks, config.engine.block_size)
+        self.blocks = BlockManager(executor.shape.num_blocks, config.engine.block_size)
         self.loop = StepLoop(executor, lambda news: self.work.publish(news))
         self._serving = False
         self._drain = asyncio.Event()
@@ -203,11 +203,11 @@ def _describe(config: NodeConfig, executor: Executor, address: str, epoch: str) 
         model_fingerprint=fingerprint(
             engine.model, dummy_seed=engine.seed if engine.use_dummy_weights else None
         ),
-        vocab_size=executor.vocab_size,
-        kv_dtype=executor.kv_dtype,
+        vocab_size=executor.shape.model.vocab_size,
+        kv_dtype=executor.shape.dtype,
         block_size=engine.block_size,
-        num_blocks=executor.num_blocks,
-        max_model_len=executor.max_model_len,
+        num_blocks=executor.shape.num_blocks,
+        max_model_len=executor.shape.max_model_len,
         transports=(executor.transport,),
         version=splitserve.__version__,
     )

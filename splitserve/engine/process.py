@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from splitserve.core.config import EngineConfig
 from splitserve.core.errors import InternalError
 from splitserve.engine.batch import Batch
 from splitserve.engine.messages import Call, Failure, Ready, Reply, Start, encode, take
@@ -77,9 +76,8 @@ class WorkerProcess:
     """A rank's process, started at once; `connect` makes it a worker.
 
     Args:
-        rank: Its number.
-        config: What it is to be.
-        epoch: This start of the node.
+        start: What it is to be.
+        listener: The socket where ranks meet, for the first of several.
 
     Attributes:
         pid: The process's id.
@@ -87,11 +85,11 @@ class WorkerProcess:
         ended: Why the process ended; set once nothing of it runs, and all its calls are over.
     """
 
-    def __init__(self, rank: int, config: EngineConfig, epoch: str) -> None:
+    def __init__(self, start: Start, listener: socket.socket | None) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
-        self._start = Start(config, epoch, rank)
+        self._start = start
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
         self._fault: Failure | None = None
@@ -103,7 +101,7 @@ class WorkerProcess:
         their_death, self._death_fd = os.pipe()
         self._sockets = (steps, pulls)
         fds = (their_steps.fileno(), their_pulls.fileno(), their_death)
-        self._process = _popen(rank, config.threads, fds)
+        self._process = _popen(start, fds, listener)
         self.pid = self._process.pid
         their_steps.close()
         their_pulls.close()
@@ -112,7 +110,7 @@ class WorkerProcess:
         self._open_ends = 1
         self._pid_fd = os.pidfd_open(self.pid)
         loop.add_reader(self._pid_fd, self._on_exit)
-        log.info("worker started", extra={"rank": rank, "pid": self.pid})
+        log.info("worker started", extra={"rank": start.rank, "pid": self.pid})
 
     async def connect(self) -> None:
         """Tells the process what to be; `ready` says what came of it."""
@@ -127,14 +125,19 @@ class WorkerProcess:
         return link
 
     def step(self, batch: Batch) -> asyncio.Future[Any]:
-        """Has a step computed."""
+        """Has a step computed, by the rank that samples."""
         return self._call(self._steps, batch)
+
+    def take_part(self, batch: Batch) -> None:
+        """Has a step computed, by a rank that does not reply."""
+        assert self._steps is not None, "connected before it is called"
+        self._steps.send(Call(0, batch))
 
     def pull(self, job: PullJob) -> asyncio.Future[Any]:
         """Has KV pulled; done only once nothing writes to the blocks any more."""
         future = self._call(self._pulls, job)
         # A worker that does not finish is stuck; without it, nothing writes either.
-        late = asyncio.get_running_loop().call_later(PULL_TIMEOUT_S, self._kill)
+        late = asyncio.get_running_loop().call_later(PULL_TIMEOUT_S, self.kill)
         future.add_done_callback(lambda _: late.cancel())
         return future
 
@@ -143,8 +146,14 @@ class WorkerProcess:
         if self._steps is not None:
             self._steps.finish()
             await asyncio.wait([self.ended], timeout=timeout_s)
-        self._kill()
+        self.kill()
         await asyncio.wait([self.ended])
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if self._process.returncode is None:
+            log.warning("worker killed", extra={"rank": self._start.rank, "pid": self.pid})
+            self._process.kill()
 
     def _call(self, link: _Link | None, work: Batch | PullJob) -> asyncio.Future[Any]:
         assert link is not None, "connected before it is called"
@@ -186,19 +195,14 @@ class WorkerProcess:
             self._conclude()
         elif self._process.returncode is None:
             # Half a worker is none; but let one that leaves by itself tell its exit code.
-            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._kill)
-
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            log.warning("worker killed", extra={"pid": self.pid})
-            self._process.kill()
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self.kill)
 
     def _conclude(self) -> None:
         os.close(self._death_fd)
         for end in self._sockets:
             end.close()
         remove(segment_name(self._start.epoch, self._start.rank))
-        reason = _describe_exit(self._process)
+        reason = _describe_exit(self._start, self._process)
         if self._fault is not None:
             reason += f": {self._fault.message}"
         self.ended.set_result(reason)
@@ -208,26 +212,36 @@ class WorkerProcess:
             _fail(future, InternalError(reason))
 
 
-def _popen(rank: int, threads: int, fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+def _popen(
+    start: Start, fds: tuple[int, int, int], listener: socket.socket | None
+) -> subprocess.Popen[bytes]:
     command = [
-        *(sys.executable, "-m", "splitserve.engine.worker", "--rank", str(rank)),
+        *(sys.executable, "-m", "splitserve.engine.worker", "--rank", str(start.rank)),
         *("--steps-fd", str(fds[0]), "--pulls-fd", str(fds[1]), "--death-fd", str(fds[2])),
         *("--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())),
     ]
-    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    passed = list(fds)
+    if listener is not None:
+        passed.append(listener.fileno())
+        command += ["--listener-fd", str(listener.fileno())]
+    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(start.config.threads))
+    # Ranks of one host meet on it, whatever its name resolves to.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the worker too; it must stay until the
     # node has drained. It inherits the mask, so that they never do, from its first instruction.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
-        return subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(command, pass_fds=passed, env=environment, stdin=subprocess.DEVNULL)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _describe_exit(process: subprocess.Popen[bytes]) -> str:
+def _describe_exit(start: Start, process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return f"worker process {process.pid} {how}"
+    ranks = start.config.parallel.num_ranks
+    which = f" (rank {start.rank} of {ranks})" if ranks > 1 else ""
+    return f"worker process {process.pid}{which} {how}"
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

@@ -1,23 +1,25 @@
 """The requests alive on a node, and when their blocks may come back."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from splitserve.core.request import Request, RequestStatus
-from splitserve.engine.batch import Batch
+from splitserve.engine.batch import Batch, BatchRow
 from splitserve.kv.blocks import BlockManager
 
 
 class LiveRequests:
     """A node's requests by ticket, in the order they came.
 
-    A request that is dropped while a step computes it keeps its blocks until that step is over:
-    the workers still write to them.
+    A request that is dropped while steps compute it keeps its blocks until those are over: the
+    workers still write to them.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._by_ticket: dict[str, Request] = {}
-        self._in_step: frozenset[str] = frozenset()
+        # Tokens that steps under way compute, by ticket.
+        self._under_way: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -31,17 +33,31 @@ class LiveRequests:
         request.status = RequestStatus.RUNNING
         self._by_ticket[request.ticket] = request
 
+    def in_step(self, request: Request) -> bool:
+        """Whether a step under way computes the request."""
+        return self._under_way[request.ticket] > 0
+
+    def next_row(self, request: Request, most: int) -> BatchRow | None:
+        """The request's next tokens, at most so many; None if steps under way have them all."""
+        ahead = self._under_way[request.ticket]
+        left = len(request.token_ids) - request.computed - ahead
+        return BatchRow.of(request, min(most, left), ahead) if left else None
+
     def begin_step(self, batch: Batch) -> None:
         """From here on the workers may write to the blocks of the batch's requests."""
-        self._in_step = frozenset(row.ticket for row in batch.rows)
+        for row in batch.rows:
+            self._under_way[row.ticket] += len(row.token_ids)
 
-    def end_step(self) -> None:
-        """The step is over: blocks of requests dropped meanwhile come back."""
-        stepped, self._in_step = self._in_step, frozenset()
-        for ticket in stepped:
-            request = self._by_ticket.get(ticket)
-            if request is not None and request.status is RequestStatus.FINISHED:
-                self.drop(ticket)
+    def end_step(self, batch: Batch) -> None:
+        """A step is over: its requests have more KV, or are gone if they were dropped meanwhile."""
+        for row in batch.rows:
+            request = self._by_ticket[row.ticket]
+            request.computed += len(row.token_ids)
+            self._under_way[row.ticket] -= len(row.token_ids)
+            if not self._under_way[row.ticket]:
+                del self._under_way[row.ticket]
+                if request.status is RequestStatus.FINISHED:
+                    self.drop(row.ticket)
 
     def get(self, ticket: str) -> Request | None:
         """The request, unless it is unknown or dropped."""
@@ -49,12 +65,12 @@ class LiveRequests:
         return None if request is None or request.status is RequestStatus.FINISHED else request
 
     def drop(self, ticket: str) -> None:
-        """Ends a request; its blocks come back now, or after the step that computes it."""
+        """Ends a request; its blocks come back now, or after the steps that compute it."""
         request = self._by_ticket.get(ticket)
         if request is None:
             return
         request.status = RequestStatus.FINISHED
-        if ticket not in self._in_step:
+        if not self._under_way[ticket]:
             del self._by_ticket[ticket]
             self._blocks.free(request.block_ids)
 

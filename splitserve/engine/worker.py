@@ -10,26 +10,25 @@ anywhere else ends the process, since nobody can say what a half-done step has l
 import argparse
 import logging
 import os
+import socket
 import threading
 import time
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from splitserve import native
-from splitserve.core.config import EngineConfig
 from splitserve.core.errors import SplitserveError
 from splitserve.core.logs import configure_logs
 from splitserve.core.request import TokenLogprob
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.batch import Batch, BatchRow, SampleSpec, StepOutput
-from splitserve.engine.capacity import choose_max_model_len, choose_num_blocks
 from splitserve.engine.messages import BlockingChannel, Failure, Ready, Reply, Start
+from splitserve.engine.ranks import Ranks
 from splitserve.engine.sampler import sample
 from splitserve.kv.cache import KVCache
-from splitserve.kv.layout import KVLayout
-from splitserve.kv.memory import free_bytes, remove, segment_name
-from splitserve.model.config import ModelConfig, resolve_dtype
+from splitserve.kv.memory import remove, segment_name
 from splitserve.model.decoder import Decoder, ModelInput
 from splitserve.model.loader import load_decoder
 from splitserve.transfer.shm import TRANSPORT, ShmExporter, ShmImporter
@@ -38,6 +37,9 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 2.0
 """How often a model that takes long to load says how far it is."""
+
+OTHERS_GRACE_S = 1.0
+"""How long a rank whose step failed waits for its node to notice that another one is gone."""
 
 PEER_CHECK_INTERVAL_S = 1.0
 """How often memory of peers that are gone is given back while no pulls come."""
@@ -48,24 +50,29 @@ class Worker:
 
     Args:
         start: What to be.
+        listener: The first rank's: the socket where ranks meet.
 
     Raises:
         SplitserveError: The model or the memory cannot be used; one clear sentence.
     """
 
-    def __init__(self, start: Start) -> None:
-        config = start.config
-        model = ModelConfig.from_dir(config.model)
-        layout = _layout(model, config)
-        model_len = model.max_position_embeddings
-        num_blocks = choose_num_blocks(config, layout, model_len, free_bytes())
-        self._max_model_len = choose_max_model_len(config, layout, model_len, num_blocks)
-        self._model = model
-        self._decoder = _load(model, config, layout.dtype)
-        self._cache = KVCache.create(segment_name(start.epoch, start.rank), layout, num_blocks)
+    def __init__(self, start: Start, listener: socket.socket | None) -> None:
+        shape = start.shape
+        self._model = shape.model
+        self._part = shape.parts[start.rank]
+        self._ranks = Ranks(start.config.parallel, start.rank, start.port, listener)
+        self._decoder = _load(start, self._ranks)
+        name = segment_name(start.epoch, start.rank)
+        self._cache = KVCache.create(name, shape.layouts[start.rank], shape.num_blocks)
         self._tensor = self._cache.tensor
+        self._max_model_len = shape.max_model_len
         self._exporter = ShmExporter(self._cache)
         self.importer = ShmImporter(self._cache, start.rank)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this is the rank that samples, and replies to steps."""
+        return self._part.is_last and self._part.tensor_rank == 0
 
     def warm_up(self) -> None:
         """Runs a prompt and a token, so that no request pays for what happens once.
@@ -81,48 +88,39 @@ class Worker:
 
     def ready(self) -> Ready:
         """What this worker has become."""
-        return Ready(
-            memory=self._exporter.export(),
-            transport=TRANSPORT,
-            max_model_len=self._max_model_len,
-            vocab_size=self._model.vocab_size,
-            eos_token_ids=self._model.eos_token_ids,
-        )
+        return Ready(self._exporter.export(), TRANSPORT)
 
-    def execute(self, batch: Batch) -> StepOutput:
-        """Computes a step."""
+    def execute(self, batch: Batch) -> StepOutput | None:
+        """Computes this rank's part of a step; None unless it is the rank that samples."""
         rows = [
             (row.token_ids, row.start, row.block_ids, row.sample is not None) for row in batch.rows
         ]
         model_input = ModelInput.from_rows(rows, self._cache.layout.block_size)
-        logits = self._decoder.forward(model_input, self._tensor)
-        specs = [row.sample for row in batch.rows if row.sample is not None]
-        sampled = iter(sample(logits, specs))
-        samples: list[TokenLogprob | None] = [
-            None if row.sample is None else next(sampled) for row in batch.rows
-        ]
-        return StepOutput(tuple(samples))
+        hidden = None
+        if not self._part.is_first:
+            width, dtype = self._model.hidden_size, self._decoder.dtype
+            hidden = self._ranks.receive(batch.num_tokens, width, dtype)
+        out = self._decoder.forward(model_input, self._tensor, hidden)
+        if not self._part.is_last:
+            self._ranks.send(out)
+        return _sampled(batch, out) if self.samples else None
 
     def close(self) -> None:
         """Takes the KV's name away."""
         self._exporter.close()
 
 
-def _layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
-    return KVLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        block_size=config.block_size,
-        dtype=resolve_dtype(config.dtype, model),
-        layer_begin=0,
-        layer_end=model.num_layers,
-        head_begin=0,
-        head_end=model.num_kv_heads,
-    )
+def _sampled(batch: Batch, logits: Tensor) -> StepOutput:
+    specs = [row.sample for row in batch.rows if row.sample is not None]
+    sampled = iter(sample(logits, specs))
+    samples: list[TokenLogprob | None] = [
+        None if row.sample is None else next(sampled) for row in batch.rows
+    ]
+    return StepOutput(tuple(samples))
 
 
-def _load(model: ModelConfig, config: EngineConfig, dtype: str) -> Decoder:
+def _load(start: Start, ranks: Ranks) -> Decoder:
+    config, shape = start.config, start.shape
     begin = said = time.monotonic()
 
     def progress(done: int, layers: int) -> None:
@@ -131,13 +129,20 @@ def _load(model: ModelConfig, config: EngineConfig, dtype: str) -> Decoder:
             said = time.monotonic()
             log.info("loading the model", extra={"layers": f"{done}/{layers}"})
 
-    seed = config.seed if config.use_dummy_weights else None
-    decoder = load_decoder(model, config.model, dtype, dummy_seed=seed, progress=progress)
+    decoder = load_decoder(
+        shape.model,
+        config.model,
+        shape.dtype,
+        part=shape.parts[start.rank],
+        group=ranks.tensor,
+        dummy_seed=config.seed if config.use_dummy_weights else None,
+        progress=progress,
+    )
     log.info(
         "model loaded",
         extra={
-            "model": model.name,
-            "dtype": dtype,
+            "model": shape.model.name,
+            "dtype": shape.dtype,
             "kernels": native.description(),
             "seconds": f"{time.monotonic() - begin:.1f}",
         },
@@ -153,7 +158,8 @@ def _serve_steps(worker: Worker, steps: BlockingChannel) -> None:
         except Exception as error:
             steps.send(Failure.of(error))
             raise
-        steps.send(Reply(call.call_id, output))
+        if output is not None:
+            steps.send(Reply(call.call_id, output))
 
 
 def _serve_pulls(importer: ShmImporter, pulls: BlockingChannel) -> None:
@@ -182,7 +188,12 @@ def _leave_with_node(death_fd: int, epoch: str, rank: int) -> None:
     os._exit(1)
 
 
-def _run(steps: BlockingChannel, pulls: BlockingChannel, death_fd: int) -> int:
+def _run(
+    steps: BlockingChannel,
+    pulls: BlockingChannel,
+    death_fd: int,
+    listener: socket.socket | None,
+) -> int:
     """The worker's life; returns its exit code."""
     start = steps.receive()
     if not isinstance(start, Start):
@@ -193,7 +204,7 @@ def _run(steps: BlockingChannel, pulls: BlockingChannel, death_fd: int) -> int:
     torch.set_num_threads(start.config.threads)
     torch.set_num_interop_threads(1)
     try:
-        worker = Worker(start)
+        worker = Worker(start, listener)
         worker.warm_up()
     except Exception as error:
         if not isinstance(error, SplitserveError):
@@ -206,6 +217,9 @@ def _run(steps: BlockingChannel, pulls: BlockingChannel, death_fd: int) -> int:
     try:
         _serve_steps(worker, steps)
     except Exception:
+        if start.config.parallel.num_ranks > 1:
+            # If another rank has died, the node ends this one meanwhile, and has said why.
+            time.sleep(OTHERS_GRACE_S)
         log.exception("a step failed")
         return 1
     finally:
@@ -220,10 +234,14 @@ def main() -> NoReturn:
     parser.add_argument("--steps-fd", type=int, required=True)
     parser.add_argument("--pulls-fd", type=int, required=True)
     parser.add_argument("--death-fd", type=int, required=True)
+    parser.add_argument("--listener-fd", type=int)
     parser.add_argument("--log-level", default="INFO")
     args = parser.parse_args()
     configure_logs(f"worker-{args.rank}", args.log_level)
-    code = _run(BlockingChannel(args.steps_fd), BlockingChannel(args.pulls_fd), args.death_fd)
+    fd = args.listener_fd
+    listener = None if fd is None else socket.socket(fileno=fd)
+    steps, pulls = BlockingChannel(args.steps_fd), BlockingChannel(args.pulls_fd)
+    code = _run(steps, pulls, args.death_fd, listener)
     logging.shutdown()
     # A pull may still be copying: no interpreter shutdown under its feet.
     os._exit(code)

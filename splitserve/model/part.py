@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from splitserve.core.errors import InvalidArgumentError
-from splitserve.core.parallel import ParallelConfig
+from splitserve.core.parallel import ONE_RANK, ParallelConfig
 from splitserve.kv.layout import KVLayout
 from splitserve.model.config import ModelConfig
 
@@ -64,7 +64,7 @@ class ModelPart:
     @classmethod
     def whole(cls, config: ModelConfig) -> "ModelPart":
         """All of the model."""
-        return cls.of(config, ParallelConfig(), 0)
+        return cls.of(config, ONE_RANK, 0)
 
     @classmethod
     def of(cls, config: ModelConfig, parallel: ParallelConfig, rank: int) -> "ModelPart":

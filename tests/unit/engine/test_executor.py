@@ -107,11 +107,14 @@ async def doomed(config):
 
 
 async def test_an_executor_says_what_it_has_become(source, target):
-    assert source.num_blocks == 1024
-    assert source.max_model_len == 1024 * 16, "as much as the blocks hold"
-    assert target.max_model_len == 512 * 32
-    assert (source.vocab_size, source.eos_token_ids) == (512, frozenset({2}))
-    assert (source.kv_dtype, source.transport) == ("float32", "shm")
+    assert source.shape.num_blocks == 1024
+    assert source.shape.max_model_len == 1024 * 16, "as much as the blocks hold"
+    assert target.shape.max_model_len == 512 * 32
+    assert (source.shape.model.vocab_size, source.shape.model.eos_token_ids) == (
+        512,
+        frozenset({2}),
+    )
+    assert (source.shape.dtype, source.transport) == ("float32", "shm")
     assert source.memories[0].layout.block_size == 16
 
 
