@@ -195,13 +195,13 @@ class RouterConfig:
             _seconds(field, getattr(self, field))
 
 
-def default_threads() -> int:
-    """Half of the processors this process may use.
+def default_threads(num_ranks: int) -> int:
+    """Half of the processors this process may use, shared by the ranks.
 
     A prefill and a decode node share a machine unless somebody says otherwise; together they
     then fill it and do not fight for cores.
     """
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    return max(1, len(os.sched_getaffinity(0)) // 2 // num_ranks)
 
 
 def check_address(field: str, value: str, *, dialable: bool = False) -> None:

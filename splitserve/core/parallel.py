@@ -8,7 +8,7 @@ MAX_RANKS = 64
 """Worker processes of one node."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParallelConfig:
     """Tensor ranks share every layer, pipeline stages share out the layers.
 

@@ -9,6 +9,22 @@ import click
 from splitserve.core.config import DEVICES, DTYPES, EngineConfig, NodeConfig, default_threads
 from splitserve.core.node import NodeKind
 from splitserve.core.options import LOG_LEVELS, Command, option
+from splitserve.core.parallel import ParallelConfig
+
+
+class LayerCounts(click.ParamType[tuple[int, ...]]):
+    """Numbers between commas."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        """``"8,7"`` to ``(8, 7)``."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(",")) if value else ()
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers like 8,8,7,7", param, ctx)
 
 
 def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
@@ -31,8 +47,14 @@ def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
         opt("--num-blocks", "KV blocks.", type=int, show_default="for a few long requests"),
         opt("--max-model-len", "Most tokens of prompt and answer together.", type=int,
             show_default="the model's"),
-        opt("--threads", "Compute threads.", type=int, default=default_threads,
-            show_default="half of the processors"),
+        opt("--tensor-parallel-size", "Ranks that share each layer.",
+            default=ParallelConfig.tensor_parallel_size),
+        opt("--pipeline-parallel-size", "Stages that layers are shared out to.",
+            default=ParallelConfig.pipeline_parallel_size),
+        opt("--pipeline-layers", "Layers of each stage, for example 8,8,7,7.", type=LayerCounts(),
+            default="", show_default="shared out evenly"),
+        opt("--threads", "Compute threads of each rank.", type=int,
+            show_default="half of the processors, shared by the ranks"),
         opt("--max-batch-size", "Most requests in a step.", default=NodeConfig.max_batch_size),
         opt("--max-queued-requests", "Most requests that wait on this node.",
             default=NodeConfig.max_queued_requests),
@@ -68,7 +90,10 @@ def node_config(
     block_size: int,
     num_blocks: int | None,
     max_model_len: int | None,
-    threads: int,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    pipeline_layers: tuple[int, ...],
+    threads: int | None,
     join_timeout: float,
     drain_timeout: float,
     **limits: Any,
@@ -78,6 +103,7 @@ def node_config(
     Raises:
         InvalidArgumentError: A value is outside what is allowed.
     """
+    parallel = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, pipeline_layers)
     engine = EngineConfig(
         model=model,
         dtype=dtype,
@@ -87,7 +113,8 @@ def node_config(
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        threads=threads,
+        threads=default_threads(parallel.num_ranks) if threads is None else threads,
+        parallel=parallel,
     )
     return NodeConfig(
         kind, engine, join_timeout_s=join_timeout, drain_timeout_s=drain_timeout, **limits
