@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": "Start a cluster on this machine, ask it something, show what happened.",
     "generate": "Stream an answer to the terminal.",
     "model": "Import models.",
+    "place": "Propose which host takes which ranks.",
     "status": "Show the router and its nodes.",
 }
 

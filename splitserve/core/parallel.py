@@ -1,8 +1,9 @@
 """How many ranks a node has, and how they share the model."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from splitserve.core.errors import invalid
+from splitserve.core.errors import InvalidArgumentError, invalid
 
 MAX_RANKS = 64
 """Worker processes of one node."""
@@ -45,6 +46,29 @@ class ParallelConfig:
             )
         if min(self.pipeline_layers) < 1:
             raise invalid("pipeline_layers", self.pipeline_layers, "at least 1 layer per stage")
+
+    def stage_layers(self, num_layers: int) -> tuple[tuple[int, int], ...]:
+        """Each stage's first layer and one past its last.
+
+        Raises:
+            InvalidArgumentError: So many layers cannot be shared out like this.
+        """
+        stages = self.pipeline_parallel_size
+        if stages > num_layers:
+            raise InvalidArgumentError(
+                f"pipeline_parallel_size: {stages} is not allowed; "
+                f"the model has {num_layers} layers"
+            )
+        if not self.pipeline_layers:
+            edges = [num_layers * stage // stages for stage in range(stages + 1)]
+        else:
+            edges = [0, *accumulate(self.pipeline_layers)]
+            if edges[-1] != num_layers:
+                raise InvalidArgumentError(
+                    f"pipeline_layers: {','.join(map(str, self.pipeline_layers))} is not allowed; "
+                    f"they must add up to the model's {num_layers} layers"
+                )
+        return tuple(pairwise(edges))
 
     @property
     def num_ranks(self) -> int:

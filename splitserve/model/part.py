@@ -1,7 +1,6 @@
 """Which part of a model a rank holds. Imports no torch."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from splitserve.core.errors import InvalidArgumentError
 from splitserve.core.parallel import ONE_RANK, ParallelConfig
@@ -80,7 +79,7 @@ class ModelPart:
         return cls(
             tensor_rank=tensor_rank,
             tensor_size=size,
-            layers=_stage_layers(config.num_layers, parallel, stage),
+            layers=Cut(*parallel.stage_layers(config.num_layers)[stage], config.num_layers),
             heads=Cut.share(config.num_heads, tensor_rank, size),
             # Of fewer heads than ranks, each has one.
             kv_heads=replace(kv_heads, end=max(kv_heads.end, kv_heads.begin + 1)),
@@ -116,7 +115,7 @@ class ModelPart:
 
 
 def _check(config: ModelConfig, parallel: ParallelConfig) -> None:
-    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    size = parallel.tensor_parallel_size
     if config.num_heads % size:
         raise InvalidArgumentError(
             f"tensor_parallel_size: {size} is not allowed; it must divide the model's "
@@ -127,20 +126,3 @@ def _check(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"tensor_parallel_size: {size} is not allowed; it must divide the model's "
             f"{config.num_kv_heads} KV heads, or be a multiple of them"
         )
-    if stages > config.num_layers:
-        raise InvalidArgumentError(
-            f"pipeline_parallel_size: {stages} is not allowed; "
-            f"the model has {config.num_layers} layers"
-        )
-    if parallel.pipeline_layers and sum(parallel.pipeline_layers) != config.num_layers:
-        raise InvalidArgumentError(
-            f"pipeline_layers: {','.join(map(str, parallel.pipeline_layers))} is not allowed; "
-            f"they must add up to the model's {config.num_layers} layers"
-        )
-
-
-def _stage_layers(num_layers: int, parallel: ParallelConfig, stage: int) -> Cut:
-    if not parallel.pipeline_layers:
-        return Cut.share(num_layers, stage, parallel.pipeline_parallel_size)
-    edges = (0, *accumulate(parallel.pipeline_layers))
-    return Cut(edges[stage], edges[stage + 1], num_layers)
