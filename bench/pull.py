@@ -13,6 +13,7 @@ import numpy as np
 from bench.machine import Machine
 from bench.report import Comparison, Report
 from bench.rounds import take_turns
+from splitserve import native
 from splitserve.core.config import EngineConfig
 from splitserve.core.ticket import new_epoch
 from splitserve.kv.cache import KVCache
@@ -27,11 +28,11 @@ REQUEST_TOKENS = (128, 1024, 8192)
 CACHE_TOKENS = 24_576
 """Of either cache: by the time a place is copied again, no processor remembers it."""
 
-TARGET_BLOCK_SIZES = (16, 32)
+RATIO_EQUAL = 0.9
+RATIO_BLOCK_SIZES = 0.8
+RATIO_RANKS = 0.6
 COPIED_TOKENS = 16_384
 """Copied by each side in a round, in as many requests as that takes."""
-
-RATIO = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,43 @@ class Place:
 
     Attributes:
         block_ids: In token order: scattered, as after hours of service.
-        begin: Its first byte, were all requests laid out one after the other.
+        number: Its place, were all requests laid out one after the other.
     """
 
     block_ids: tuple[int, ...]
-    begin: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Which layouts give, and which one takes.
+
+    Attributes:
+        name: For the table.
+        sources: Of the ranks that give.
+        target: Of the rank that takes.
+        ratio: Of memcpy's speed, what is expected at least.
+    """
+
+    name: str
+    sources: tuple[KVLayout, ...]
+    target: KVLayout
+    ratio: float
+
+
+def _cases(whole: KVLayout) -> list[Case]:
+    middle = -(-whole.num_kv_heads // 2)
+    halves = tuple(
+        replace(whole, head_begin=begin, head_end=end)
+        for begin, end in ((0, middle), (middle, whole.num_kv_heads))
+    )
+    larger = replace(whole, block_size=2 * whole.block_size)
+    sizes = f"blocks of {whole.block_size} to {larger.block_size}"
+    return [
+        Case("equal layouts", (whole,), whole, RATIO_EQUAL),
+        Case(sizes, (whole,), larger, RATIO_BLOCK_SIZES),
+        Case("tensor 2 to 1", halves, whole, RATIO_RANKS),
+    ]
 
 
 class Copies:
@@ -54,27 +87,27 @@ class Copies:
     comes back to a place before all others had their turn.
 
     Args:
-        source: Filled.
-        target: Of the same size.
+        sources: Filled; one cache per rank.
+        target: Of the size of all of them.
         importer: The target's.
         tokens: Tokens in a request.
     """
 
     def __init__(
-        self, source: KVCache, target: KVCache, importer: ShmImporter, tokens: int
+        self, sources: Sequence[KVCache], target: KVCache, importer: ShmImporter, tokens: int
     ) -> None:
-        self._source, self._target = source, target
+        self._sources, self._target = sources, target
         self._tokens = tokens
-        self._size_bytes = tokens * source.layout.token_bytes
+        self._size_bytes = tokens * target.layout.token_bytes
         self._importer = importer
-        self._places = (_places(source, tokens), _places(target, tokens))
+        self._places = (_places(sources[0], tokens), _places(target, tokens))
         self._turn = 0
 
     async def pull(self, _: int) -> float:
         """Bytes a second of the worker's importer, planning included."""
         seconds = 0.0
         for given, taken in self._next_places():
-            job = _job(self._source, given.block_ids, taken.block_ids)
+            job = _job(self._sources, given.block_ids, taken.block_ids)
             begin = time.perf_counter()
             result = self._importer.pull(job)
             seconds += time.perf_counter() - begin
@@ -82,13 +115,17 @@ class Copies:
         return self._rate(seconds)
 
     async def memcpy(self, _: int) -> float:
-        """Bytes a second of one memcpy per request."""
+        """Bytes a second of one memcpy per request and rank."""
         seconds = 0.0
-        to, from_ = self._target.raw.ctypes.data, self._source.raw.ctypes.data
         for given, taken in self._next_places():
-            begin = time.perf_counter()
-            ctypes.memmove(to + taken.begin, from_ + given.begin, self._size_bytes)
-            seconds += time.perf_counter() - begin
+            to = self._target.raw.ctypes.data + taken.number * self._size_bytes
+            for source in self._sources:
+                size_bytes = self._tokens * source.layout.token_bytes
+                from_ = source.raw.ctypes.data + given.number * size_bytes
+                begin = time.perf_counter()
+                ctypes.memmove(to, from_, size_bytes)
+                seconds += time.perf_counter() - begin
+                to += size_bytes
         return self._rate(seconds)
 
     def _next_places(self) -> Iterator[tuple[Place, Place]]:
@@ -106,13 +143,13 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
     config = ModelConfig.from_dir(model)
     layout = _layout(config, resolve_dtype(dtype, config))
     comparisons = []
-    for target_size in TARGET_BLOCK_SIZES:
-        with _caches(layout, replace(layout, block_size=target_size)) as (source, target, importer):
+    for case in _cases(layout):
+        with _caches(case) as (sources, target, importer):
             for tokens in REQUEST_TOKENS:
-                copies = Copies(source, target, importer, tokens)
+                copies = Copies(sources, target, importer, tokens)
                 figures = await take_turns(copies.pull, copies.memcpy, rounds)
-                case = f"{tokens:,} tokens, blocks of {layout.block_size} to {target_size}"
-                comparisons.append(Comparison(case, "GB/s", figures, RATIO))
+                name = f"{case.name}, {tokens:,} tokens"
+                comparisons.append(Comparison(name, "GB/s", figures, case.ratio))
     return Report(
         name="pull",
         title="a request's KV between two processes' shared memory, beside memcpy",
@@ -120,7 +157,10 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
         machine=machine,
         settings={"model": config.name, "dtype": layout.dtype, "threads": 1, "rounds": rounds},
         comparisons=comparisons,
-        notes={"a token's KV": f"{layout.token_bytes:,} bytes"},
+        notes={
+            "a token's KV": f"{layout.token_bytes:,} bytes",
+            "kernels": native.description(),
+        },
     )
 
 
@@ -140,28 +180,30 @@ def _layout(config: ModelConfig, dtype: str) -> KVLayout:
 
 
 @contextmanager
-def _caches(source: KVLayout, target: KVLayout) -> Iterator[tuple[KVCache, KVCache, ShmImporter]]:
-    """Both caches, and an importer that knows the source; all goes whatever happens."""
+def _caches(case: Case) -> Iterator[tuple[list[KVCache], KVCache, ShmImporter]]:
+    """All caches, and an importer that knows the sources; all goes whatever happens."""
     epoch = new_epoch()
     with ExitStack() as stack:
         made = []
-        for rank, layout in enumerate((source, target)):
+        for rank, layout in enumerate((*case.sources, case.target)):
             blocks = CACHE_TOKENS // layout.block_size
             made.append(KVCache.create(segment_name(epoch, rank), layout, blocks))
             stack.callback(made[-1].close)
-        made[0].raw[:] = np.arange(source.head_dim, dtype=made[0].raw.dtype)
-        importer = ShmImporter(made[1], 1)
+        *sources, target = made
+        for source in sources:
+            source.raw[:] = np.arange(case.target.head_dim, dtype=source.raw.dtype)
+        importer = ShmImporter(target, 1)
         stack.callback(importer.close)
         # All of it once: a worker maps its peers' memory at first use, and keeps it mapped.
-        importer.pull(_job(made[0], range(made[0].num_blocks), range(made[1].num_blocks)))
-        yield made[0], made[1], importer
+        importer.pull(_job(sources, range(sources[0].num_blocks), range(target.num_blocks)))
+        yield sources, target, importer
 
 
-def _job(source: KVCache, given: Sequence[int], taken: Sequence[int]) -> PullJob:
+def _job(sources: Sequence[KVCache], given: Sequence[int], taken: Sequence[int]) -> PullJob:
     """What a decode node's worker is told to pull: all tokens of these blocks."""
-    memory = RankMemory(source.layout, source.num_blocks, source.location)
-    tokens = len(given) * source.layout.block_size
-    return PullJob(KvHandle(TRANSPORT, tokens, tuple(given), (memory,)), tuple(taken))
+    ranks = tuple(RankMemory(one.layout, one.num_blocks, one.location) for one in sources)
+    tokens = len(given) * sources[0].layout.block_size
+    return PullJob(KvHandle(TRANSPORT, tokens, tuple(given), ranks), tuple(taken))
 
 
 def _places(cache: KVCache, tokens: int) -> list[Place]:
@@ -169,8 +211,7 @@ def _places(cache: KVCache, tokens: int) -> list[Place]:
     blocks = list(range(cache.num_blocks))
     random.Random(tokens).shuffle(blocks)
     count = tokens // cache.layout.block_size
-    size_bytes = count * cache.layout.block_bytes
     return [
-        Place(tuple(blocks[number * count : (number + 1) * count]), number * size_bytes)
+        Place(tuple(blocks[number * count : (number + 1) * count]), number)
         for number in range(cache.num_blocks // count)
     ]

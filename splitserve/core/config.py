@@ -80,6 +80,7 @@ class EngineConfig:
         max_model_len: Most tokens of prompt and answer together; None takes the model's.
         threads: Compute threads of each rank.
         parallel: How many ranks there are, and how they share the model.
+        trace_dir: Where each rank writes when it computed which step; None for nowhere.
 
     Raises:
         InvalidArgumentError: A value is outside what is allowed.
@@ -95,6 +96,7 @@ class EngineConfig:
     max_model_len: int | None = None
     threads: int = 1
     parallel: ParallelConfig = ONE_RANK
+    trace_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -133,7 +133,6 @@ class Executor:
 
     def _on_ended(self, ended: "asyncio.Future[str]") -> None:
         if not self._stopping and not self._failed.done():
-            log.error("%s", ended.result())
             self._failed.set_result(ended.result())
             # The others wait for it, and for good.
             for worker in self._workers:

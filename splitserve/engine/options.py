@@ -67,6 +67,8 @@ def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
             default=NodeConfig.join_timeout_s),
         opt("--drain-timeout", "Seconds that running requests may take after SIGTERM.",
             type=float, default=NodeConfig.drain_timeout_s),
+        opt("--trace-dir", "Directory for a trace of every rank's steps (Chrome's format).",
+            type=Path),
         opt("--log-level", "Least severe messages logged.", default="INFO",
             type=click.Choice(LOG_LEVELS)),
     ]  # fmt: skip
@@ -94,6 +96,7 @@ def node_config(
     pipeline_parallel_size: int,
     pipeline_layers: tuple[int, ...],
     threads: int | None,
+    trace_dir: Path | None,
     join_timeout: float,
     drain_timeout: float,
     **limits: Any,
@@ -115,6 +118,7 @@ def node_config(
         max_model_len=max_model_len,
         threads=default_threads(parallel.num_ranks) if threads is None else threads,
         parallel=parallel,
+        trace_dir=trace_dir,
     )
     return NodeConfig(
         kind, engine, join_timeout_s=join_timeout, drain_timeout_s=drain_timeout, **limits

@@ -152,7 +152,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends the process at once."""
         if self._process.returncode is None:
-            log.warning("worker killed", extra={"rank": self._start.rank, "pid": self.pid})
+            log.info("worker killed", extra={"rank": self._start.rank, "pid": self.pid})
             self._process.kill()
 
     def _call(self, link: _Link | None, work: Batch | PullJob) -> asyncio.Future[Any]:

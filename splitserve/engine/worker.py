@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from splitserve.engine.batch import Batch, BatchRow, SampleSpec, StepOutput
 from splitserve.engine.messages import BlockingChannel, Failure, Ready, Reply, Start
 from splitserve.engine.ranks import Ranks
 from splitserve.engine.sampler import sample
+from splitserve.engine.trace import StepTrace
 from splitserve.kv.cache import KVCache
 from splitserve.kv.memory import remove, segment_name
 from splitserve.model.decoder import Decoder, ModelInput
@@ -66,6 +68,7 @@ class Worker:
         self._cache = KVCache.create(name, shape.layouts[start.rank], shape.num_blocks)
         self._tensor = self._cache.tensor
         self._max_model_len = shape.max_model_len
+        self._trace = StepTrace(_trace_path(start), start.rank)
         self._exporter = ShmExporter(self._cache)
         self.importer = ShmImporter(self._cache, start.rank)
 
@@ -100,10 +103,12 @@ class Worker:
         if not self._part.is_first:
             width, dtype = self._model.hidden_size, self._decoder.dtype
             hidden = self._ranks.receive(batch.num_tokens, width, dtype)
-        out = self._decoder.forward(model_input, self._tensor, hidden)
+        with self._trace.step(batch):
+            out = self._decoder.forward(model_input, self._tensor, hidden)
+            output = _sampled(batch, out) if self.samples else None
         if not self._part.is_last:
             self._ranks.send(out)
-        return _sampled(batch, out) if self.samples else None
+        return output
 
     def close(self) -> None:
         """Takes the KV's name away."""
@@ -117,6 +122,11 @@ def _sampled(batch: Batch, logits: Tensor) -> StepOutput:
         None if row.sample is None else next(sampled) for row in batch.rows
     ]
     return StepOutput(tuple(samples))
+
+
+def _trace_path(start: Start) -> Path | None:
+    folder = start.config.trace_dir
+    return None if folder is None else folder / f"{start.epoch}-{start.rank}.json"
 
 
 def _load(start: Start, ranks: Ranks) -> Decoder:

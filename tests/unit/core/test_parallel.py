@@ -45,9 +45,7 @@ def test_what_fits_one_host_shares_it():
 
 
 def test_no_placement_says_what_has_to_stay_together():
-    with pytest.raises(
-        InvalidArgumentError, match=r"layers 0\.\.12 .* 2 prefill and 6 decode"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"layers 0\.\.12 .* 2 prefill and 6 decode"):
         place_aligned(ParallelConfig(1, 4), ParallelConfig(2, 6), 24, 7)
 
 
