@@ -1,5 +1,6 @@
 """Session-wide clusters of a tiny model, and the checks that every test of them ends with."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from tiny_model import write_tiny_model
 
 from splitserve.client import Client
 from splitserve.local import LocalCluster
+
+# A script that starts the tests in the background has Ctrl-C ignored, by our children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from splitserve import native
-from splitserve.model.layers import Linear, Rotation, SummedLinear
+from splitserve.model.layers import Linear, RMSNorm, SummedLinear, softcapped
+from splitserve.model.rope import Rope, Rotation
 
 _MASKED = float("-inf")
 
@@ -109,7 +110,7 @@ class _Chunk:
         past: KV to read from the cache; None if there is none before it.
         past_begin: First token in what is read that is attended to.
         past_end: One past the last.
-        mask: What to add to scores ``[tokens, past + tokens]`` if a sliding window cuts some off.
+        mask: What to add to scores ``[tokens, past + tokens]``; None where causal order is all.
     """
 
     begin: int
@@ -162,6 +163,7 @@ class AttentionPlan:
         pages: The cache.
         num_heads: Query heads (H).
         window: Sliding window in tokens, or None.
+        capped: Whether scores are soft-capped, which no fused kernel does.
         dtype: Data type of scores.
     """
 
@@ -173,21 +175,22 @@ class AttentionPlan:
         pages: Pages,
         num_heads: int,
         window: int | None,
+        capped: bool,
         dtype: torch.dtype,
     ) -> None:
         self._pages = pages
         self._share = num_heads // pages.kv_heads
         self._window = window
+        self._capped = capped
         self._dtype = dtype
         self._block_of = block_of
         self._offset_of = offset_of
-        # Rotating and writing in one go is for float32; the others write what they have rotated.
-        self._write_to = None if native.computes(dtype) else pages.slot_rows(block_of, offset_of)
+        self._write_to: Tensor | None = None
         self.chunks = [self._chunk(row) for row in rows if row.count > 1]
         singles = [row for row in rows if row.count == 1]
         self.singles: _Singles | None = None
         self.groups: list[_DecodeGroup] = []
-        if native.attends(dtype, pages.head_dim):
+        if native.attends(dtype, pages.head_dim) and not capped:
             self.singles = self._singles(singles) if singles else None
         else:
             self.groups = [
@@ -198,16 +201,17 @@ class AttentionPlan:
         """The cache's `Pages.layer`."""
         return self._pages.layer(index)
 
-    def write(self, heads: Tensor, rotation: Rotation, index: int) -> None:
+    def write(self, heads: Tensor, rotation: Rotation | None, index: int) -> None:
         """Rotates queries and keys in place and writes keys and values into a layer's cache.
 
         Args:
             heads: All tokens' Q, K and V: ``[T, H + 2K, D]``.
-            rotation: Their positions.
+            rotation: Their positions; None for a model that does not rotate.
             index: The layer.
         """
         pages = self._pages
-        if self._write_to is None:
+        whole = rotation is not None and rotation.width == pages.head_dim
+        if rotation is not None and whole and native.computes(self._dtype):
             native.ops.rotate_and_store(
                 heads,
                 rotation.cos,
@@ -218,7 +222,10 @@ class AttentionPlan:
                 self._offset_of,
             )
             return
-        rotation.apply_(heads[:, : -pages.kv_heads])
+        if rotation is not None:
+            rotation.apply_(heads[:, : -pages.kv_heads])
+        if self._write_to is None:
+            self._write_to = pages.slot_rows(self._block_of, self._offset_of)
         kv = heads[:, -2 * pages.kv_heads :]
         _, slots = pages.layer(index)
         slots.index_copy_(0, self._write_to, kv.reshape(-1, pages.head_dim))
@@ -310,10 +317,13 @@ class AttentionPlan:
         first, last = begin // size, -(-row.start // size)
         past = self._gather([row], [row.block_ids[first:last]]) if row.start else None
         mask = None
-        if self._window is not None and row.length > self._window:
+        cut = self._window is not None and row.length > self._window
+        if cut or self._capped:
             query = torch.arange(row.start, row.length).unsqueeze(1)
             key = torch.arange(begin, row.length)
-            hidden = (key > query) | (key <= query - self._window)
+            hidden = key > query
+            if self._window is not None:
+                hidden |= key <= query - self._window
             mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, _MASKED)
         return _Chunk(
             begin=row.begin,
@@ -325,6 +335,77 @@ class AttentionPlan:
         )
 
 
+class Step:
+    """What a step's layers share, made when the first of them asks.
+
+    Layers differ in what they see and how they rotate, but only in a few ways.
+
+    Args:
+        rows: The step's rows.
+        positions: Position of each token, ``[T]``.
+        block_of: Block that takes its KV, ``[T]``.
+        offset_of: Its place in that block, ``[T]``.
+        cache: The rank's KV, ``[N, L, 2, K, S, D]``.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        positions: Tensor,
+        block_of: Tensor,
+        offset_of: Tensor,
+        cache: Tensor,
+    ) -> None:
+        self._rows = rows
+        self._positions = positions
+        self._block_of = block_of
+        self._offset_of = offset_of
+        self._pages = Pages(cache)
+        self._plans: dict[tuple[int, int | None, bool], AttentionPlan] = {}
+        self._rotations: dict[Rope, Rotation] = {}
+
+    def plan(self, num_heads: int, window: int | None, capped: bool) -> AttentionPlan:
+        """What attention of this kind reads and writes; see `AttentionPlan`."""
+        kind = (num_heads, window, capped)
+        if kind not in self._plans:
+            self._plans[kind] = AttentionPlan(
+                self._rows,
+                self._block_of,
+                self._offset_of,
+                self._pages,
+                *kind,
+                self._pages.cache.dtype,
+            )
+        return self._plans[kind]
+
+    def rotation(self, rope: Rope | None) -> Rotation | None:
+        """How far the step's tokens are rotated."""
+        if rope is None:
+            return None
+        if rope not in self._rotations:
+            self._rotations[rope] = rope.at(self._positions)
+        return self._rotations[rope]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each query and each key, before they are rotated.
+
+    Attributes:
+        query: ``[D]``.
+        key: ``[D]``.
+    """
+
+    query: RMSNorm
+    key: RMSNorm
+
+    def apply_(self, heads: Tensor, num_heads: int, num_kv_heads: int) -> None:
+        """In place, in ``[T, H + 2K, D]``."""
+        parts = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+        for part, norm in zip(parts, (self.query, self.key), strict=True):
+            part.copy_(norm(part.reshape(-1, part.shape[-1])).view(part.shape))
+
+
 class Attention:
     """Multi-head attention with shared KV heads (GQA, Ainslie et al., 2023).
 
@@ -334,35 +415,55 @@ class Attention:
         num_heads: H, of this rank.
         num_kv_heads: K, of this rank.
         head_dim: D.
+        rope: How queries and keys are rotated, if they are.
+        window: Tokens that a token sees, itself included; None for all.
+        norms: Of queries and keys.
+        scale: What scores are multiplied by; 1 / sqrt(D) unless told otherwise.
+        softcap: Scores stay between this and its negative; None lets them.
     """
 
     def __init__(
-        self, qkv: Linear, out: SummedLinear, num_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        qkv: Linear,
+        out: SummedLinear,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rope: Rope | None,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         self._qkv = qkv
         self._out = out
         self._heads = num_heads
         self._kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._scale = 1.0 / math.sqrt(head_dim)
+        self._rope = rope
+        self._window = window
+        self._norms = norms
+        self._scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        self._softcap = softcap
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Rotation, plan: AttentionPlan, index: int
-    ) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, index: int, residual: Tensor | None = None) -> Tensor:
         """Writes the tokens' KV into the cache, then attends.
 
         Args:
             x: ``[T, E]``.
-            residual: What the result is added to: ``[T, E]``.
-            rotation: The tokens' positions.
-            plan: What to write and read.
+            step: What to write and read.
             index: Which of the cache's layers this is.
+            residual: What the result is added to: ``[T, E]``.
 
         Returns:
             ``[T, E]``.
         """
+        plan = step.plan(self._heads, self._window, self._softcap is not None)
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        plan.write(heads, rotation, index)
+        if self._norms is not None:
+            self._norms.apply_(heads, self._heads, self._kv_heads)
+        plan.write(heads, step.rotation(self._rope), index)
         query = heads[:, : self._heads]
         blocks, _ = plan.layer(index)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
@@ -381,9 +482,11 @@ class Attention:
         """``[B, H, D]`` to ``[B, H * D]``."""
         keys, values = group.gather.read(blocks)
         folded = query.reshape(-1, self._heads // self._kv_heads, self._head_dim)
-        scores = torch.baddbmm(
-            group.mask, folded, keys.flatten(0, 1).transpose(1, 2), alpha=self._scale
-        )
+        keys = keys.flatten(0, 1).transpose(1, 2)
+        if self._softcap is None:
+            scores = torch.baddbmm(group.mask, folded, keys, alpha=self._scale)
+        else:
+            scores = softcapped(torch.bmm(folded, keys) * self._scale, self._softcap) + group.mask
         mixed = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1))
         return mixed.view(query.shape[0], -1)
 
@@ -396,27 +499,48 @@ class Attention:
         share = self._heads // self._kv_heads
         query = query.view(-1, self._kv_heads, share, self._head_dim).permute(1, 2, 0, 3)
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        past: tuple[Tensor, Tensor] | None = None
         if chunk.past is not None:
             old_keys, old_values = (
                 part[0, :, chunk.past_begin : chunk.past_end] for part in chunk.past.read(blocks)
             )
-        if chunk.mask is not None:
-            if chunk.past is not None:
-                keys = torch.cat((old_keys, keys), 1)
-                values = torch.cat((old_values, values), 1)
-            mixed = functional.scaled_dot_product_attention(
-                query, _shared(keys, share), _shared(values, share), attn_mask=chunk.mask
-            )
+            past = (old_keys, old_values)
+        if chunk.mask is None:
+            mixed = self._causal(query, keys, values, past)
         else:
-            mixed, weight = _flash(query, _shared(keys, share), _shared(values, share), True)
-            if chunk.past is not None:
-                old, old_weight = _flash(
-                    query, _shared(old_keys, share), _shared(old_values, share), False
-                )
-                # Softmax over both is each one's softmax, weighted by its sum of exponentials.
-                old_share = torch.sigmoid(old_weight - weight).unsqueeze(-1).to(mixed.dtype)
-                mixed = torch.lerp(mixed, old, old_share)
+            if past is not None:
+                keys, values = torch.cat((past[0], keys), 1), torch.cat((past[1], values), 1)
+            mixed = self._masked(query, keys, values, chunk.mask)
         return mixed.permute(2, 0, 1, 3).reshape(heads.shape[0], -1)
+
+    def _causal(
+        self, query: Tensor, keys: Tensor, values: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """``[K, H / K, T, D]`` to the same: to the chunk causally, and to all of the past."""
+        share = query.shape[1]
+        mixed, weight = _flash(
+            query, _shared(keys, share), _shared(values, share), self._scale, causal=True
+        )
+        if past is None:
+            return mixed
+        old_keys, old_values = past
+        old, old_weight = _flash(
+            query, _shared(old_keys, share), _shared(old_values, share), self._scale, causal=False
+        )
+        # Softmax over both is each one's softmax, weighted by its sum of exponentials.
+        old_share = torch.sigmoid(old_weight - weight).unsqueeze(-1).to(mixed.dtype)
+        return torch.lerp(mixed, old, old_share)
+
+    def _masked(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The same, to whatever the mask leaves."""
+        share = query.shape[1]
+        keys, values = _shared(keys, share), _shared(values, share)
+        if self._softcap is None:
+            return functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=self._scale
+            )
+        scores = softcapped(query @ keys.transpose(-1, -2) * self._scale, self._softcap) + mask
+        return torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
 
 
 def _shared(heads: Tensor, share: int) -> Tensor:
@@ -424,9 +548,11 @@ def _shared(heads: Tensor, share: int) -> Tensor:
     return heads.unsqueeze(1).expand(-1, share, -1, -1)
 
 
-def _flash(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Attention and the logarithm of its sum of exponentials, ``[K, H / K, T]``."""
     mixed, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal
+        query, keys, values, 0.0, causal, scale=scale
     )
     return mixed, weight

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitserve.model.config import ModelConfig
+from splitserve.model.config import ModelConfig, RopeConfig
 from splitserve.model.group import TensorGroup
-from splitserve.model.layers import Embedding, Head, Linear, SummedLinear
+from splitserve.model.layers import Embedding, Head, LayerNorm, Linear, RMSNorm, SummedLinear
 from splitserve.model.part import Cut, ModelPart
+from splitserve.model.rope import Rope
 from splitserve.model.weights import Weights
 
 Rows = tuple[str, Cut]
@@ -42,6 +43,7 @@ class Builder:
         self.group = group
         self.weights = weights
         self.dtype = dtype
+        self._ropes: dict[RopeConfig, Rope] = {}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One whole tensor."""
@@ -81,21 +83,50 @@ class Builder:
         added = self._stacked_bias(whole) if bias and self.group.rank == 0 else None
         return SummedLinear(Linear(weight, added), self.group)
 
-    def embedding(self, name: str) -> Embedding:
-        """The table of token embeddings, each rank some of the vocabulary."""
+    def partial_linear(self, name: str, rows: int, columns: Cut) -> Linear:
+        """Like `summed_linear`, without a bias, for who adds the ranks' results up himself."""
+        return Linear(self._stacked([(name, Cut.whole(rows))], columns))
+
+    def rms_norm(self, name: str, width: int | None = None) -> RMSNorm:
+        """A norm of hidden states, or of what has another width."""
+        weight = self.tensor(f"{name}.weight", width or self.config.hidden_size)
+        return RMSNorm(weight, self.config.norm_eps)
+
+    def layer_norm(self, name: str, eps: float | None = None) -> LayerNorm:
+        """A norm of hidden states with a bias."""
+        width = self.config.hidden_size
+        return LayerNorm(
+            self.tensor(f"{name}.weight", width),
+            self.tensor(f"{name}.bias", width),
+            self.config.norm_eps if eps is None else eps,
+        )
+
+    def rope(self, layer: int) -> Rope:
+        """How a layer rotates; layers that rotate alike have the same one."""
+        config = self.config.rope(layer)
+        if config not in self._ropes:
+            self._ropes[config] = Rope(config, self.config.head_dim, self.dtype)
+        return self._ropes[config]
+
+    def embedding(
+        self, name: str, *, positions: Tensor | None = None, scale: float = 1.0
+    ) -> Embedding:
+        """The table of token embeddings, each rank some of the vocabulary; see `Embedding`."""
         cut = self.part.share(self.config.vocab_size)
         table = self._stacked([(name, cut)], Cut.whole(self.config.hidden_size))
-        return Embedding(table, cut, self.group)
+        return Embedding(table, cut, self.group, positions, scale)
 
-    def head(self, name: str) -> Head:
+    def head(self, name: str, *, softcap: float | None = None) -> Head:
         """From hidden states to logits, each rank some of the vocabulary.
 
         Args:
             name: The projection; for a tied one, the embedding's.
+            softcap: See `Head`.
         """
         vocab = self.config.vocab_size
         rows = [(name, self.part.share(vocab))]
-        return Head(self.split_linear(rows, self.config.hidden_size, bias=False), vocab, self.group)
+        linear = self.split_linear(rows, self.config.hidden_size, bias=False)
+        return Head(linear, vocab, self.group, softcap)
 
     def _stacked(self, rows: Sequence[Rows], columns: Cut, *, transposed: bool = False) -> Tensor:
         counts = [cut.size for _, cut in rows]

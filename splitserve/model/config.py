@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from splitserve.model.registry import check_architecture
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+
+FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Attention to everything before, and to the last tokens only; the words of ``config.json``."""
 
 ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 
@@ -34,6 +37,7 @@ class RopeConfig:
         beta_slow: yarn: dimensions with fewer rotations than this are stretched.
         truncate: yarn: whether those bounds are whole dimensions.
         attention_factor: yarn: cosines and sines are multiplied by it.
+        share: How much of a head is rotated, from its first element on.
     """
 
     theta: float = 10000.0
@@ -46,6 +50,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +69,18 @@ class ModelConfig:
         num_kv_heads: Key and value heads (K); divides ``num_heads``.
         head_dim: Size of a head (D).
         max_position_embeddings: Most tokens of prompt and answer the model was made for.
-        rms_norm_eps: Keeps norms away from a division by zero.
-        rope: Position embedding.
+        norm_eps: Keeps norms away from a division by zero.
+        layer_kinds: What kind of attention each layer has, one of `LAYER_KINDS`.
+        sliding_window: A token sees this many tokens in layers of that kind, itself included.
+        ropes: Position embedding of each kind of layer, for families that rotate.
         tie_word_embeddings: Whether the head is the embedding table.
         attention_bias: Whether the attention's projections have a bias.
         mlp_bias: Whether the MLP's projections have a bias.
-        sliding_window: A token sees this many tokens, itself included; None sees all.
         hidden_act: The MLP's activation.
         eos_token_ids: Tokens that end an answer.
         bos_token_id: Token that begins a text, if there is one.
         dtype: Data type of the checkpoint.
+        raw: All of ``config.json``: what one family alone needs, it reads itself.
     """
 
     name: str
@@ -87,16 +94,18 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    norm_eps: float
+    layer_kinds: tuple[str, ...]
+    sliding_window: int | None
+    ropes: dict[str, RopeConfig]
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
     hidden_act: str
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
     dtype: str
+    raw: dict[str, Any] = field(repr=False)
 
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
@@ -128,41 +137,76 @@ class ModelConfig:
     def _from_raw(cls, raw: dict[str, Any], name: str, eos: frozenset[int]) -> "ModelConfig":
         architecture = str((raw.get("architectures") or [""])[0])
         check_architecture(architecture)
-        heads = int(raw["num_attention_heads"])
+        hidden = int(_named(raw, "hidden_size", "n_embd"))
+        heads = int(_named(raw, "num_attention_heads", "n_head"))
+        num_layers = int(_named(raw, "num_hidden_layers", "n_layer"))
+        window = _sliding_window(raw)
         config = cls(
             name=name,
             architecture=architecture,
             model_type=str(raw["model_type"]),
             vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+            hidden_size=hidden,
+            # GPT-2 leaves it out where it is what everybody's was.
+            intermediate_size=int(
+                _named(raw, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+            ),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-            max_position_embeddings=int(raw["max_position_embeddings"]),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            max_position_embeddings=int(_named(raw, "max_position_embeddings", "n_positions")),
+            norm_eps=float(
+                _named(raw, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6)
+            ),
+            layer_kinds=_layer_kinds(raw, num_layers, window),
+            sliding_window=window,
+            ropes=_ropes(raw),
+            tie_word_embeddings=bool(
+                raw.get("tie_word_embeddings", raw["model_type"] in _TIED_UNLESS_SAID)
+            ),
             attention_bias=bool(raw.get("attention_bias", False)),
             mlp_bias=bool(raw.get("mlp_bias", False)),
-            sliding_window=_optional_int(raw.get("sliding_window")),
-            hidden_act=str(raw.get("hidden_act", "silu")),
+            hidden_act=str(
+                _named(
+                    raw, "hidden_act", "hidden_activation", "activation_function", default="silu"
+                )
+            ),
             eos_token_ids=eos,
             bos_token_id=_optional_int(raw.get("bos_token_id")),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            raw=raw,
         )
         config._check()
         return config
 
     def _check(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "head_dim"):
-            if getattr(self, field) < 1:
-                raise invalid(field, getattr(self, field), "at least 1")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "head_dim"):
+            if getattr(self, name) < 1:
+                raise invalid(name, getattr(self, name), "at least 1")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise invalid("num_key_value_heads", self.num_kv_heads, f"divides {self.num_heads}")
         if self.head_dim % 2:
             raise invalid("head_dim", self.head_dim, "an even number")
+
+    def require(self, field: str, *allowed: object) -> None:
+        """Raises `InvalidArgumentError` unless a field of ``config.json`` has an allowed value.
+
+        Args:
+            field: Its name.
+            allowed: The first one is what leaving it out means.
+        """
+        value = self.raw.get(field, allowed[0])
+        if value not in allowed:
+            raise invalid(field, value, ", ".join(map(repr, allowed)))
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token sees in this layer, itself included; None sees all."""
+        return self.sliding_window if self.layer_kinds[layer] == SLIDING else None
+
+    def rope(self, layer: int) -> "RopeConfig":
+        """This layer's position embedding."""
+        return self.ropes[self.layer_kinds[layer]]
 
 
 def resolve_dtype(requested: str, config: ModelConfig) -> str:
@@ -210,10 +254,65 @@ def _optional_int(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _rope(raw: dict[str, Any]) -> RopeConfig:
+def _named(raw: dict[str, Any], *names: str, default: Any = None) -> Any:
+    """What stands under the first of these names; families call the same thing differently."""
+    for name in names:
+        if raw.get(name) is not None:
+            return raw[name]
+    if default is None:
+        raise KeyError(names[0])
+    return default
+
+
+def _sliding_window(raw: dict[str, Any]) -> int | None:
+    # Qwen's configs name a window and whether it is meant.
+    return _optional_int(raw.get("sliding_window")) if raw.get("use_sliding_window", True) else None
+
+
+_TIED_UNLESS_SAID = ("gemma2", "gemma3_text", "gpt2", "opt")
+
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
+"""Checkpoints written before ``layer_types``: every how many layers attention is full."""
+
+
+def _layer_kinds(raw: dict[str, Any], num_layers: int, window: int | None) -> tuple[str, ...]:
+    if window is None:
+        return (FULL,) * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        every = raw.get("sliding_window_pattern") or _FULL_EVERY.get(raw["model_type"])
+        first = int(raw.get("max_window_layers", 0)) if "use_sliding_window" in raw else 0
+        kinds = [
+            FULL if layer < first or (every and (layer + 1) % every == 0) else SLIDING
+            for layer in range(num_layers)
+        ]
+    for kind in kinds:
+        if kind not in LAYER_KINDS:
+            raise invalid("layer_types", kind, ", ".join(LAYER_KINDS))
+    if len(kinds) != num_layers:
+        raise invalid("layer_types", len(kinds), f"one for each of the {num_layers} layers")
+    return tuple(kinds)
+
+
+def _ropes(raw: dict[str, Any]) -> dict[str, RopeConfig]:
     """Reads ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older checkpoints."""
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(spec.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if set(spec) & set(LAYER_KINDS):
+        return {kind: _rope(raw, spec[kind]) for kind in LAYER_KINDS if kind in spec}
+    ropes = dict.fromkeys(LAYER_KINDS, _rope(raw, spec))
+    if raw.get("rope_local_base_freq"):
+        ropes[SLIDING] = RopeConfig(theta=float(raw["rope_local_base_freq"]))
+    return ropes
+
+
+def _rope(raw: dict[str, Any], spec: dict[str, Any]) -> RopeConfig:
+    theta = spec.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base")
+    share = _named({**raw, **spec}, "partial_rotary_factor", "rotary_pct", default=1.0)
+    rope = _stretched(raw, spec, float(theta or 10000.0))
+    return replace(rope, share=float(share))
+
+
+def _stretched(raw: dict[str, Any], spec: dict[str, Any], theta: float) -> RopeConfig:
     kind = str(spec.get("rope_type") or spec.get("type") or "default")
     if kind not in ROPE_KINDS:
         raise invalid("rope_type", kind, ", ".join(ROPE_KINDS))

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from splitserve.model.attention import Attention, AttentionPlan, Pages, Row
-from splitserve.model.layers import Embedding, GatedMLP, Head, RMSNorm, Rope, Rotation
+from splitserve.model.attention import Attention, Row, Step
+from splitserve.model.layers import Embedding, Head, Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,20 @@ class ModelInput:
         )
 
 
+class Layer(Protocol):
+    """One decoder layer."""
+
+    def __call__(self, hidden: Tensor, step: Step, index: int) -> Tensor:
+        """``[T, E]`` to ``[T, E]``, as the cache's layer of this index."""
+
+
+class TokenMLP(Protocol):
+    """Works on each token by itself."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``[T, E]`` to ``[T, E]``, added to ``residual`` if there is one."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention and MLP, each behind a norm and beside a residual.
@@ -87,20 +102,14 @@ class DecoderLayer:
         mlp: Works on each token by itself.
     """
 
-    attention_norm: RMSNorm
+    attention_norm: Norm
     attention: Attention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp_norm: Norm
+    mlp: TokenMLP
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        plan: AttentionPlan,
-        index: int,
-    ) -> Tensor:
-        """``[T, E]`` to ``[T, E]``, as the layer of this index; see `Attention`."""
-        hidden = self.attention(self.attention_norm(hidden), hidden, rotation, plan, index)
+    def __call__(self, hidden: Tensor, step: Step, index: int) -> Tensor:
+        """See `Layer`."""
+        hidden = self.attention(self.attention_norm(hidden), step, index, hidden)
         return self.mlp(self.mlp_norm(hidden), hidden)
 
 
@@ -112,30 +121,21 @@ class Decoder:
         layers: This rank's, the first one first.
         norm: Before the head; None on a stage that ends earlier.
         head: Hidden states to logits; None as well.
-        rope: Position embedding.
-        num_heads: Query heads of this rank (H).
-        sliding_window: Tokens a token sees, itself included; None for all.
         dtype: Data type of weights, activations and KV.
     """
 
     def __init__(
         self,
         embedding: Embedding | None,
-        layers: Sequence[DecoderLayer],
-        norm: RMSNorm | None,
+        layers: Sequence[Layer],
+        norm: Norm | None,
         head: Head | None,
-        rope: Rope,
-        num_heads: int,
-        sliding_window: int | None,
         dtype: torch.dtype,
     ) -> None:
         self._embedding = embedding
         self._layers = tuple(layers)
         self._norm = norm
         self._head = head
-        self._rope = rope
-        self._num_heads = num_heads
-        self._window = sliding_window
         self.dtype = dtype
 
     @torch.inference_mode()
@@ -157,21 +157,18 @@ class Decoder:
             # Padding reads a last block to its end. Its mask makes the weights zero, but zero
             # times a NaN left by somebody else is NaN.
             cache.index_fill_(0, model_input.begun_blocks, 0)
-        plan = AttentionPlan(
+        step = Step(
             model_input.rows,
+            model_input.positions,
             model_input.block_of,
             model_input.offset_of,
-            Pages(cache),
-            self._num_heads,
-            self._window,
-            self.dtype,
+            cache,
         )
-        rotation = self._rope.at(model_input.positions)
         if hidden is None:
             assert self._embedding is not None, "the first stage embeds"
-            hidden = self._embedding(model_input.token_ids)
+            hidden = self._embedding(model_input.token_ids, model_input.positions)
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, rotation, plan, index)
+            hidden = layer(hidden, step, index)
         if self._norm is None or self._head is None:
             return hidden
         return self._head(self._norm(hidden.index_select(0, model_input.logits_of)))

@@ -1,24 +1,14 @@
-"""The parts of a decoder that know nothing of KV: linear, norm, MLP, rotary positions, ends."""
+"""Linear layers and norms, and what is at both ends of a decoder."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from splitserve import native
-from splitserve.core.errors import invalid
-from splitserve.model.config import RopeConfig
 from splitserve.model.group import TensorGroup
 from splitserve.model.part import Cut
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 
 
 class Linear:
@@ -76,8 +66,8 @@ class SummedLinear:
         self._linear = linear
         self._group = group
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """This rank's share of ``[T, in]`` to ``[T, out]``, added to ``residual``."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Its share of ``[T, in]`` to ``[T, out]``, added to ``residual`` if there is one."""
         return self._group.sum_(self._linear(x, residual if self._group.rank == 0 else None))
 
 
@@ -88,15 +78,35 @@ class Embedding:
         table: This rank's rows: ``[V / ranks, E]``.
         cut: Which ones.
         group: The ranks.
+        positions: Learned position embeddings, added: ``[positions, E]``; None for none.
+        scale: What token embeddings are multiplied by.
     """
 
-    def __init__(self, table: Tensor, cut: Cut, group: TensorGroup) -> None:
+    def __init__(
+        self,
+        table: Tensor,
+        cut: Cut,
+        group: TensorGroup,
+        positions: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
         self._table = table
         self._cut = cut
         self._group = group
+        self._positions = positions
+        self._scale = scale
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """``[T]`` to ``[T, E]``."""
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """``[T]`` and ``[T]`` to ``[T, E]``."""
+        hidden = self._look_up(token_ids)
+        if self._scale != 1.0:
+            # Rounded to the data type first, as the models were trained.
+            hidden *= torch.tensor(self._scale, dtype=hidden.dtype)
+        if self._positions is not None:
+            hidden += self._positions.index_select(0, positions)
+        return hidden
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self._table.index_select(0, token_ids)
         rows = token_ids - self._cut.begin
@@ -112,20 +122,29 @@ class Head:
         linear: To this rank's share of the vocabulary.
         vocab_size: V.
         group: The ranks that share it.
+        softcap: Logits stay between this and its negative; None lets them.
     """
 
-    def __init__(self, linear: Linear, vocab_size: int, group: TensorGroup) -> None:
+    def __init__(
+        self, linear: Linear, vocab_size: int, group: TensorGroup, softcap: float | None = None
+    ) -> None:
         self._linear = linear
         self._vocab_size = vocab_size
         self._group = group
+        self._softcap = softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[T, E]`` to float32 ``[T, V]`` on the first rank, to ``[0, V]`` on the others."""
         if hidden.shape[0]:
             logits = self._group.join(self._linear(hidden), self._vocab_size)
             if logits is not None:
-                return logits.float()
+                return softcapped(logits.float(), self._softcap)
         return torch.empty(0, self._vocab_size)
+
+
+def softcapped(scores: Tensor, cap: float | None) -> Tensor:
+    """Presses scores between ``-cap`` and ``cap``, small ones left almost as they are."""
+    return scores if cap is None else torch.tanh(scores / cap) * cap
 
 
 class RMSNorm:
@@ -139,125 +158,38 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         # x / sqrt(mean(x²) + eps) is x / hypot(|x|, sqrt(E eps)) * sqrt(E): four small operators,
         # half the time of torch's rms_norm for a few rows.
-        self._native = native.computes(weight.dtype)
-        self._weight = weight
+        self._weight = weight.float()
         self._eps = eps
         width = weight.numel()
-        self._scale = weight.float() * math.sqrt(width)
+        self._scale = self._weight * math.sqrt(width)
         self._floor = torch.tensor([math.sqrt(width * eps)])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, E]`` to ``[T, E]``; computes in float32 whatever the data type."""
-        if self._native:
+        """``[..., E]`` to ``[..., E]``; computes in float32 whatever the data type."""
+        if native.computes(x.dtype) and x.dim() == 2:
             out: Tensor = native.ops.rms_norm(x, self._weight, self._eps)
             return out
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / length.hypot_(self._floor)).mul_(self._scale).to(x.dtype)
 
 
-class GatedMLP:
-    """``down(activation(gate(x)) * up(x))`` (SwiGLU, Shazeer, 2020).
+class LayerNorm:
+    """Norm to mean 0 and variance 1 (Ba et al., 2016).
 
     Args:
-        gate_up: Both projections as one, the gate first.
-        down: The projection back.
-        activation: A key of `ACTIVATIONS`.
-
-    Raises:
-        InvalidArgumentError: The activation is unknown.
+        weight: ``[E]``.
+        bias: ``[E]``.
+        eps: Added to the variance.
     """
 
-    def __init__(self, gate_up: Linear, down: SummedLinear, activation: str) -> None:
-        if activation not in ACTIVATIONS:
-            raise invalid("hidden_act", activation, ", ".join(ACTIVATIONS))
-        self._gate_up = gate_up
-        self._down = down
-        self._activation = ACTIVATIONS[activation]
-        self._fused = activation == "silu"
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``[T, E]`` to ``[T, E]``, added to ``residual``."""
-        both = self._gate_up(x)
-        if self._fused and native.computes(x.dtype):
-            return self._down(native.ops.silu_gate(both), residual)
-        gate, up = both.chunk(2, dim=-1)
-        return self._down(self._activation(gate).mul_(up), residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, E]`` to ``[T, E]``."""
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """How far each of a step's tokens is rotated; made once per step.
-
-    Attributes:
-        cos: ``[T, 1, D]``.
-        sin: ``[T, 1, D]``, the first half negated.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def apply_(self, heads: Tensor) -> None:
-        """Rotates ``[T, heads, D]`` in place; the two halves of a head are its pairs."""
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
-        heads.mul_(self.cos).addcmul_(swapped, self.sin)
-
-
-class Rope:
-    """Rotary position embedding.
-
-    Args:
-        config: Base and stretching.
-        head_dim: D.
-        dtype: Data type of the rotated heads.
-    """
-
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
-        self._frequencies = rope_frequencies(config, head_dim)
-        self._gain = config.attention_factor
-        self._dtype = dtype
-
-    def at(self, positions: Tensor) -> Rotation:
-        """The rotation of tokens at these positions ``[T]``."""
-        angles = torch.outer(positions.float(), self._frequencies)
-        cos, sin = angles.cos() * self._gain, angles.sin() * self._gain
-        return Rotation(
-            torch.cat((cos, cos), -1).unsqueeze(1).to(self._dtype),
-            torch.cat((-sin, sin), -1).unsqueeze(1).to(self._dtype),
-        )
-
-
-def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair of a head: ``[D / 2]``."""
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
-    plain = 1.0 / (config.theta ** (pairs / head_dim))
-    if config.kind == "linear":
-        return plain / config.factor
-    if config.kind == "llama3":
-        return _llama3_frequencies(plain, config)
-    if config.kind == "yarn":
-        return _yarn_frequencies(plain, config, head_dim)
-    return plain
-
-
-def _llama3_frequencies(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Keeps short waves, stretches long ones, and goes smoothly from one to the other."""
-    rotations = config.original_length * plain / (2 * math.pi)
-    low, high = config.low_freq_factor, config.high_freq_factor
-    kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * plain + (1.0 - kept) * plain / config.factor
-
-
-def _yarn_frequencies(plain: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
-    """Keeps dimensions with many rotations, stretches those with few (Peng et al., 2023, §3.2)."""
-
-    def dimension_of(rotations: float) -> float:
-        ratio = config.original_length / (rotations * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
-
-    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
-    if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = torch.arange(head_dim // 2).float()
-    stretched = ((ramp - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-    return stretched * plain / config.factor + (1.0 - stretched) * plain
+Norm = RMSNorm | LayerNorm

@@ -9,7 +9,6 @@ from splitserve.model.builder import Builder
 from splitserve.model.config import ModelConfig
 from splitserve.model.decoder import Decoder
 from splitserve.model.group import ALONE, TensorGroup
-from splitserve.model.layers import Rope
 from splitserve.model.part import ModelPart
 from splitserve.model.registry import family_of
 from splitserve.model.weights import CheckpointWeights, DummyWeights, Weights
@@ -57,8 +56,5 @@ def load_decoder(
         layers,
         family.final_norm(build) if part.is_last else None,
         family.head(build) if part.is_last else None,
-        Rope(config.rope, config.head_dim, torch_dtype),
-        part.heads.size,
-        config.sliding_window,
         torch_dtype,
     )

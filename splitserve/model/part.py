@@ -37,6 +37,10 @@ class Cut:
         """How many it has."""
         return self.end - self.begin
 
+    def within(self, total: int, offset: int) -> "Cut":
+        """The same of something larger, in which this whole begins at ``offset``."""
+        return Cut(self.begin + offset, self.end + offset, total)
+
     def times(self, width: int) -> "Cut":
         """The same in a smaller unit, of which each one has ``width``."""
         return Cut(self.begin * width, self.end * width, self.total * width)

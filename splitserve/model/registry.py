@@ -9,12 +9,22 @@ from splitserve.core.errors import invalid
 
 if TYPE_CHECKING:
     from splitserve.model.builder import Builder
-    from splitserve.model.decoder import DecoderLayer
-    from splitserve.model.layers import Embedding, Head, RMSNorm
+    from splitserve.model.decoder import Layer
+    from splitserve.model.layers import Embedding, Head, Norm
 
 _FAMILY_MODULES = {
+    "GPT2LMHeadModel": "splitserve.model.gpt2",
+    "GPTNeoXForCausalLM": "splitserve.model.gpt_neox",
+    "Gemma2ForCausalLM": "splitserve.model.gemma",
+    "Gemma3ForCausalLM": "splitserve.model.gemma",
     "LlamaForCausalLM": "splitserve.model.llama",
     "MistralForCausalLM": "splitserve.model.llama",
+    "MixtralForCausalLM": "splitserve.model.mixtral",
+    "OPTForCausalLM": "splitserve.model.opt",
+    "Phi3ForCausalLM": "splitserve.model.phi3",
+    "Qwen2ForCausalLM": "splitserve.model.qwen2",
+    "Qwen3ForCausalLM": "splitserve.model.qwen3",
+    "Qwen3MoeForCausalLM": "splitserve.model.qwen3_moe",
 }
 
 
@@ -33,8 +43,8 @@ class Family:
     """
 
     embedding: "Callable[[Builder], Embedding]"
-    layer: "Callable[[Builder, int], DecoderLayer]"
-    final_norm: "Callable[[Builder], RMSNorm]"
+    layer: "Callable[[Builder, int], Layer]"
+    final_norm: "Callable[[Builder], Norm]"
     head: "Callable[[Builder], Head]"
 
 

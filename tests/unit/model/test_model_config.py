@@ -47,7 +47,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(write(tmp_path / "some-model"))
     assert (config.name, config.dtype) == ("some-model", "bfloat16")
     assert (config.num_kv_heads, config.head_dim) == (4, 4)
-    assert config.rope == RopeConfig()
+    assert config.rope(0) == RopeConfig()
     assert not config.tie_word_embeddings
     assert config.sliding_window is None
 
@@ -67,7 +67,7 @@ def test_eos_tokens_of_both_files_end_an_answer(tmp_path: Path) -> None:
     ],
 )
 def test_old_and_new_forms_of_rope_say_the_same(tmp_path: Path, changes: Any) -> None:
-    rope = ModelConfig.from_dir(write(tmp_path, **changes)).rope
+    rope = ModelConfig.from_dir(write(tmp_path, **changes)).rope(0)
     assert rope == RopeConfig(theta=5e5, kind="linear", factor=4.0)
 
 
