@@ -89,10 +89,19 @@ def write_checkpoint(
 ) -> Callable[..., Checkpoint]:
     transformers = pytest.importorskip("transformers")
 
-    def write(family: str = "Llama", max_shard: str = "1GB", **overrides: Any) -> Checkpoint:
-        config = getattr(transformers, f"{family}Config")(**{**TINY, **overrides})
+    def write(
+        family: str = "Llama",
+        config_class: str | None = None,
+        model_class: str | None = None,
+        max_shard: str = "1GB",
+        **overrides: Any,
+    ) -> Checkpoint:
+        make_config = getattr(transformers, config_class or f"{family}Config")
+        config = make_config(**{**TINY, **overrides})
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        make_model = getattr(transformers, model_class or f"{family}ForCausalLM")
+        # Without dropout: some families train with it unless told otherwise.
+        model = make_model(config).float().eval()
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
             # Norms stay near one; matrices are large enough for attention to be picky.
