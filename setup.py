@@ -28,6 +28,7 @@ if platform.machine() in ("x86_64", "AMD64"):
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
         "-mprefer-vector-width=512",
     ]
+AMX = ["-mamx-tile", "-mamx-bf16"]
 
 
 def say(text: str) -> None:
@@ -53,6 +54,13 @@ class BuildKernels(build_ext):
                 output_dir=str(Path(self.build_temp, name)),
                 macros=[("SPLITSERVE_ISA", name)],
                 extra_postargs=[*FLAGS, *flags],
+            )
+        if "avx512" in INSTRUCTION_SETS:
+            objects += self.compiler.compile(
+                [str(SOURCES / "tile_linear.cpp")],
+                output_dir=self.build_temp,
+                macros=[("SPLITSERVE_ISA", "amx")],
+                extra_postargs=[*FLAGS, *INSTRUCTION_SETS["avx512"], *AMX],
             )
         objects += self.compiler.compile(
             [str(SOURCES / "bind.cpp")],
@@ -90,7 +98,7 @@ def extensions() -> list[Extension]:
     if sys.platform == "win32":
         say("no native kernels on Windows")
         return []
-    sources = [str(SOURCES / name) for name in (*KERNELS, "bind.cpp")]
+    sources = [str(SOURCES / name) for name in (*KERNELS, "tile_linear.cpp", "bind.cpp")]
     # Optional: a machine without a compiler gets a warning and the package without kernels.
     return [Extension("splitserve.native", sources, language="c++", optional=True)]
 

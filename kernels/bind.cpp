@@ -65,6 +65,16 @@ const Kernels& kernels() {
   return chosen;
 }
 
+// Whether bfloat16 has kernels for all of a step, and not only for attention.
+bool multiplies_bfloat16() {
+#if defined(__x86_64__)
+  static const bool tiles = kernels().linear == &avx512::linear && amx::available();
+  return tiles;
+#else
+  return false;
+#endif
+}
+
 // Runs all tasks on torch's threads. Whoever is free takes the next: tasks differ in length, and a
 // thread that something else keeps from its core should not keep the others.
 template <class Task>
@@ -99,17 +109,26 @@ void check_all(std::initializer_list<const Tensor*> tensors, at::ScalarType type
   for (const Tensor* tensor : tensors) check(*tensor, type, name);
 }
 
+// Of tensors that may be float or bfloat16: whether this one is bfloat16.
+bool is_half(const Tensor& tensor, const char* name) {
+  const auto type = tensor.scalar_type();
+  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, name, " must be float or bfloat16");
+  check(tensor, type, name);
+  return type == at::kBFloat16;
+}
+
 Tensor pack_linear(const Tensor& weight) {
-  check(weight, at::kFloat, "weight");
+  const bool stored_half = is_half(weight, "weight");
   TORCH_CHECK(weight.dim() == 2, "weight must be [out, in]");
   const std::int64_t outputs = weight.size(0), depth = weight.size(1);
   const std::int64_t width = kernels().panel_width;
   const std::int64_t panels = (outputs + width - 1) / width;
   const std::int64_t padded = (depth + 1) / 2 * 2;
-  const auto* from = static_cast<const std::uint32_t*>(weight.const_data_ptr());
+  const auto* halves = static_cast<const std::uint16_t*>(weight.const_data_ptr());
+  const auto* floats = static_cast<const std::uint32_t*>(weight.const_data_ptr());
   // Whether no weight has a bit that bfloat16 hasn't.
-  const bool half = std::all_of(from, from + weight.numel(),
-                                [](std::uint32_t bits) { return (bits & 0xffffu) == 0; });
+  const bool half = stored_half || std::all_of(floats, floats + weight.numel(),
+                                               [](std::uint32_t b) { return (b & 0xffffu) == 0; });
   Tensor packed = at::empty({panels, padded / 2, 2 * width},
                             weight.options().dtype(half ? at::kBFloat16 : at::kFloat));
   void* to = packed.mutable_data_ptr();
@@ -119,7 +138,8 @@ Tensor pack_linear(const Tensor& weight) {
         const std::int64_t output = panel * width + column;
         for (std::int64_t k = 0; k < padded; ++k) {
           const bool there = output < outputs && k < depth;
-          const std::uint32_t bits = there ? from[output * depth + k] : 0;
+          const std::int64_t at = output * depth + k;
+          const std::uint32_t bits = !there ? 0 : stored_half ? halves[at] << 16 : floats[at];
           const std::int64_t pair = (panel * padded + k / 2 * 2) * width;
           if (half) {
             static_cast<std::uint16_t*>(to)[pair + 2 * column + k % 2] = bits >> 16;
@@ -133,41 +153,93 @@ Tensor pack_linear(const Tensor& weight) {
   return packed;
 }
 
-const float* optional_data(const std::optional<Tensor>& tensor, std::int64_t count,
-                           const char* name) {
+template <class Element>
+const Element* optional_data(const std::optional<Tensor>& tensor, at::ScalarType type,
+                             std::int64_t count, const char* name) {
   if (!tensor.has_value()) return nullptr;
-  check(*tensor, at::kFloat, name);
+  check(*tensor, type, name);
   TORCH_CHECK(tensor->numel() == count, name, " must have ", count, " elements");
-  return tensor->const_data_ptr<float>();
+  return static_cast<const Element*>(tensor->const_data_ptr());
 }
 
-Tensor linear(const Tensor& x, const Tensor& packed, std::int64_t outputs,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual) {
-  check(x, at::kFloat, "x");
-  const std::int64_t width = kernels().panel_width;
-  TORCH_CHECK(x.dim() == 2 && packed.dim() == 3 && packed.size(2) == 2 * width &&
-                  packed.size(1) == (x.size(1) + 1) / 2 &&
-                  packed.size(0) == (outputs + width - 1) / width,
-              "x and the packed weights don't fit one another");
+// Several tasks per thread even out their ends; several panels per task are read in one go.
+std::int64_t panels_per_task(std::int64_t panels) {
+  return std::max<std::int64_t>(1, panels / (4 * at::get_num_threads()));
+}
+
+void float_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                  const std::optional<Tensor>& residual, Tensor& out) {
   PackedLinear call{};
   call.x = x.const_data_ptr<float>();
   call.rows = x.size(0);
   call.depth = x.size(1);
   call.panels = packed.const_data_ptr();
   call.half = packed.scalar_type() == at::kBFloat16;
-  call.bias = optional_data(bias, outputs, "bias");
-  call.residual = optional_data(residual, call.rows * outputs, "residual");
-  call.outputs = outputs;
-  Tensor out = at::empty({call.rows, outputs}, x.options());
+  call.outputs = out.size(1);
+  call.bias = optional_data<float>(bias, at::kFloat, call.outputs, "bias");
+  call.residual = optional_data<float>(residual, at::kFloat, out.numel(), "residual");
   call.out = out.mutable_data_ptr<float>();
-  if (call.rows == 0) return out;
-
-  const std::int64_t panels = packed.size(0);
-  // Several tasks per thread even out their ends; several panels per task are read in one go.
-  const std::int64_t group = std::max<std::int64_t>(1, panels / (8 * at::get_num_threads()));
+  const std::int64_t panels = packed.size(0), group = panels_per_task(panels);
   share_out((panels + group - 1) / group, [&](std::int64_t task) {
     kernels().linear(call, task * group, std::min(panels, (task + 1) * group));
   });
+}
+
+#if defined(__x86_64__)
+// So many tiles of rows that they and a panel fit the second-level cache.
+constexpr std::int64_t kTilesPerTask = 32;
+
+void half_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                 const std::optional<Tensor>& residual, Tensor& out) {
+  TORCH_CHECK(multiplies_bfloat16() && x.size(1) % kTileDepth == 0,
+              "no kernel for bfloat16 of this size on this processor");
+  TileLinear call{};
+  call.rows = x.size(0);
+  call.depth = x.size(1);
+  call.panels = static_cast<const BFloat16*>(packed.const_data_ptr());
+  call.outputs = out.size(1);
+  call.bias = optional_data<BFloat16>(bias, at::kBFloat16, call.outputs, "bias");
+  call.residual = optional_data<BFloat16>(residual, at::kBFloat16, out.numel(), "residual");
+  call.out = static_cast<BFloat16*>(out.mutable_data_ptr());
+
+  const std::int64_t tiles = (call.rows + kTileRows - 1) / kTileRows;
+  Tensor laid = at::empty({tiles * kTileRows, call.depth}, x.options());
+  auto* to = static_cast<BFloat16*>(laid.mutable_data_ptr());
+  const auto* from = static_cast<const BFloat16*>(x.const_data_ptr());
+  split_rows(tiles, kTileRows * call.depth, kLeastElements,
+             [&](std::int64_t first, std::int64_t last) {
+               amx::pack_rows(from, call.rows, call.depth, first, last, to);
+             });
+  call.x = to;
+  const std::int64_t panels = packed.size(0), group = panels_per_task(panels);
+  const std::int64_t groups = (panels + group - 1) / group;
+  share_out((tiles + kTilesPerTask - 1) / kTilesPerTask * groups, [&](std::int64_t task) {
+    const std::int64_t panel = task % groups * group, tile = task / groups * kTilesPerTask;
+    amx::linear(call, panel, std::min(panels, panel + group), tile,
+                std::min(tiles, tile + kTilesPerTask));
+  });
+}
+#endif
+
+Tensor linear(const Tensor& x, const Tensor& packed, std::int64_t outputs,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual) {
+  const bool half = is_half(x, "x");
+  const std::int64_t width = kernels().panel_width;
+  TORCH_CHECK(x.dim() == 2 && packed.dim() == 3 && packed.size(2) == 2 * width &&
+                  packed.size(1) == (x.size(1) + 1) / 2 &&
+                  packed.size(0) == (outputs + width - 1) / width &&
+                  (!half || packed.scalar_type() == at::kBFloat16),
+              "x and the packed weights don't fit one another");
+  Tensor out = at::empty({x.size(0), outputs}, x.options());
+  if (out.numel() == 0) return out;
+#if defined(__x86_64__)
+  if (half) {
+    half_linear(x, packed, bias, residual, out);
+    return out;
+  }
+#endif
+  TORCH_CHECK(!half, "no kernel for bfloat16 on this processor");
+  float_linear(x, packed, bias, residual, out);
   return out;
 }
 
@@ -288,40 +360,46 @@ void paged_attention(Tensor& out, const Tensor& query, const Tensor& cache, std:
   }
 }
 
+// Some rows of a call.
+Rowwise part_of(const Rowwise& call, std::int64_t row_width, std::int64_t first,
+                std::int64_t last) {
+  const std::int64_t size = call.half ? sizeof(BFloat16) : sizeof(float);
+  Rowwise part = call;
+  part.x = static_cast<const char*>(call.x) + first * row_width * size;
+  part.out = static_cast<char*>(call.out) + first * call.width * size;
+  part.rows = last - first;
+  return part;
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  check(x, at::kFloat, "x");
+  const bool half = is_half(x, "x");
   check(weight, at::kFloat, "weight");
   TORCH_CHECK(x.dim() == 2 && weight.numel() == x.size(1), "weight must be one per column");
   Tensor out = at::empty(x.sizes(), x.options());
-  const float* from = x.const_data_ptr<float>();
+  const Rowwise call{x.const_data_ptr(), out.mutable_data_ptr(), x.size(0), x.size(1), half};
   const float* scale = weight.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  const std::int64_t width = x.size(1);
-  split_rows(x.size(0), width, kLeastElements, [&](std::int64_t first, std::int64_t last) {
-    kernels().rms_norm(from + first * width, scale, static_cast<float>(eps), to + first * width,
-                       last - first, width);
+  split_rows(call.rows, call.width, kLeastElements, [&](std::int64_t first, std::int64_t last) {
+    kernels().rms_norm(part_of(call, call.width, first, last), scale, static_cast<float>(eps));
   });
   return out;
 }
 
 Tensor silu_gate(const Tensor& gate_up) {
-  check(gate_up, at::kFloat, "gate_up");
+  const bool half = is_half(gate_up, "gate_up");
   TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "gate_up must be [T, 2 * width]");
   const std::int64_t width = gate_up.size(1) / 2;
   Tensor out = at::empty({gate_up.size(0), width}, gate_up.options());
-  const float* from = gate_up.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  split_rows(gate_up.size(0), width, kLeastElements / 4,
-             [&](std::int64_t first, std::int64_t last) {
-               kernels().silu_gate(from + first * 2 * width, to + first * width, last - first,
-                                   width);
-             });
+  const Rowwise call{gate_up.const_data_ptr(), out.mutable_data_ptr(), gate_up.size(0), width, half};
+  split_rows(call.rows, width, kLeastElements / 4, [&](std::int64_t first, std::int64_t last) {
+    kernels().silu_gate(part_of(call, 2 * width, first, last));
+  });
   return out;
 }
 
 void rotate_and_store(Tensor& heads, const Tensor& cos, const Tensor& sin, Tensor& cache,
                       std::int64_t layer, const Tensor& block_of, const Tensor& offset_of) {
-  check_all({&heads, &cos, &sin, &cache}, at::kFloat, "each tensor");
+  const bool half = is_half(heads, "heads");
+  check_all({&cos, &sin, &cache}, heads.scalar_type(), "each tensor");
   check_all({&block_of, &offset_of}, at::kLong, "each index");
   TORCH_CHECK(heads.dim() == 3 && cache.dim() == 6 && heads.size(2) == cache.size(5) &&
                   heads.size(1) > 2 * cache.size(3),
@@ -334,10 +412,12 @@ void rotate_and_store(Tensor& heads, const Tensor& cos, const Tensor& sin, Tenso
   check_among(offset_of, cache.size(4), "offset_of");
   TORCH_CHECK(0 <= layer && layer < cache.size(1), "layer must be within 0..", cache.size(1) - 1);
   RotateAndStore call{};
-  call.heads = heads.mutable_data_ptr<float>();
-  call.cos = cos.const_data_ptr<float>();
-  call.sin = sin.const_data_ptr<float>();
-  call.cache = cache.mutable_data_ptr<float>() + layer * cache.stride(1);
+  call.heads = heads.mutable_data_ptr();
+  call.cos = cos.const_data_ptr();
+  call.sin = sin.const_data_ptr();
+  call.cache = static_cast<char*>(cache.mutable_data_ptr()) +
+               layer * cache.stride(1) * cache.element_size();
+  call.half = half;
   call.block_stride = cache.stride(0);
   call.block_of = block_of.const_data_ptr<std::int64_t>();
   call.offset_of = offset_of.const_data_ptr<std::int64_t>();
@@ -403,6 +483,7 @@ std::string instruction_set() { return kernels().name; }
 
 TORCH_LIBRARY(splitserve, library) {
   library.def("instruction_set() -> str", &splitserve::instruction_set);
+  library.def("multiplies_bfloat16() -> bool", &splitserve::multiplies_bfloat16);
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def(
       "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual) -> Tensor");

@@ -63,12 +63,38 @@ struct PackedLinear {
   std::int64_t outputs;
 };
 
+// A tile of the processor's matrix registers: rows of x, and inputs.
+constexpr std::int64_t kTileRows = 16;
+constexpr std::int64_t kTileDepth = 32;
+
+// The same in bfloat16 throughout, sums apart; see tile_linear.cpp.
+struct TileLinear {
+  const BFloat16* x;         // tiles: [rows / kTileRows, depth / kTileDepth, kTileRows, kTileDepth]
+  std::int64_t rows;
+  std::int64_t depth;        // a multiple of kTileDepth
+  const BFloat16* panels;    // pairs of depths interleaved
+  const BFloat16* bias;      // [outputs], or null
+  const BFloat16* residual;  // [rows, outputs], or null
+  BFloat16* out;             // [rows, outputs]
+  std::int64_t outputs;
+};
+
+// Rows of floats or bfloat16 to rows of the same.
+struct Rowwise {
+  const void* x;
+  void* out;
+  std::int64_t rows;
+  std::int64_t width;  // of a row of `out`
+  bool half;           // bfloat16, not float
+};
+
 // Rotary positions for queries and keys, in place, and keys and values into the cache.
 struct RotateAndStore {
-  float* heads;                     // [T, H + 2K, D]: queries, keys, values
-  const float* cos;                 // [T, D]
-  const float* sin;                 // [T, D], the first half negated
-  float* cache;                     // one layer's part of block 0: [2, K, S, D]
+  void* heads;                      // [T, H + 2K, D]: queries, keys, values
+  const void* cos;                  // [T, D]
+  const void* sin;                  // [T, D], the first half negated
+  void* cache;                      // one layer's part of block 0: [2, K, S, D]
+  bool half;                        // all four are bfloat16, not float
   std::int64_t block_stride;        // elements between blocks
   const std::int64_t* block_of;     // [T]
   const std::int64_t* offset_of;    // [T]
@@ -116,9 +142,8 @@ struct CopyRun {
   extern const std::int64_t panel_width;                                                     \
   void attend(const PagedAttention& call, const Piece& piece, std::int64_t index);           \
   void linear(const PackedLinear& call, std::int64_t first_panel, std::int64_t last_panel);  \
-  void rms_norm(const float* x, const float* weight, float eps, float* out,                  \
-                std::int64_t rows, std::int64_t width);                                      \
-  void silu_gate(const float* gate_up, float* out, std::int64_t rows, std::int64_t width);   \
+  void rms_norm(const Rowwise& call, const float* weight, float eps);                        \
+  void silu_gate(const Rowwise& call);                                                       \
   void rotate_and_store(const RotateAndStore& call, std::int64_t first, std::int64_t last);  \
   void copy_run(const CopyRegion& region, const CopyRun& run);                               \
   }
@@ -127,6 +152,18 @@ SPLITSERVE_DECLARE(plain)
 #if defined(__x86_64__)
 SPLITSERVE_DECLARE(avx2)
 SPLITSERVE_DECLARE(avx512)
+
+// Beside avx512, where there are tiles.
+namespace amx {
+// Whether this processor has them and the kernel lets us use them.
+bool available();
+// Lays rows out in tiles, padded with zeros.
+void pack_rows(const BFloat16* x, std::int64_t rows, std::int64_t depth, std::int64_t first_tile,
+               std::int64_t last_tile, BFloat16* out);
+// Panels first..last for rows of tiles first..last.
+void linear(const TileLinear& call, std::int64_t first_panel, std::int64_t last_panel,
+            std::int64_t first_tile, std::int64_t last_tile);
+}  // namespace amx
 #endif
 
 }  // namespace splitserve

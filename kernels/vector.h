@@ -52,6 +52,18 @@ inline Floats load(const BFloat16* from) {
 
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
+// Rounds to the nearest, to the even one of two.
+inline void store(BFloat16* to, Floats value) {
+  const Words bits = (Words)value;
+  const Words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+#if defined(__AVX512F__)
+  const Halves halves = (Halves)_mm512_cvtepi32_epi16((__m512i)rounded);
+#else
+  const Halves halves = __builtin_convertvector(rounded, Halves);
+#endif
+  std::memcpy(to, &halves, sizeof halves);
+}
+
 // To an aligned place, past the caches: nobody reads it soon, and memory need not be read first.
 inline void store_past_caches(char* to, Floats value) {
 #if defined(__AVX512F__)
@@ -70,6 +82,24 @@ inline void finish_stores() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
+}
+
+// One element at a time, for what is left of a row.
+inline float widened(float value) { return value; }
+
+inline float widened(BFloat16 value) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+inline void put(float* to, float value) { *to = value; }
+
+inline void put(BFloat16* to, float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  to->bits = static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 inline Floats splat(float value) { return value - Floats{}; }

@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 SWITCH = "SPLITSERVE_NATIVE"
 """Environment variable; ``0`` keeps the kernels out."""
 
+TILE_DEPTH = 32
+"""Inputs that a bfloat16 product takes at once; kernels.h says the same."""
+
 HEAD_DIM_STEP = 16
 MAX_HEAD_DIM = 256
 """Head sizes that attention is compiled for; kernels.h says the same."""
@@ -43,15 +46,26 @@ ops: Any = torch.ops.splitserve
 
 available = _load()
 
+_COMPUTED = {torch.float32}
+if available and ops.multiplies_bfloat16():
+    _COMPUTED.add(torch.bfloat16)
+
 
 def description() -> str:
     """What a model's steps run on, for example ``"native avx2"``."""
-    return f"native {ops.instruction_set()}" if available else "plain torch"
+    if not available:
+        return "plain torch"
+    return f"native {ops.instruction_set()}" + (" amx" if ops.multiplies_bfloat16() else "")
 
 
 def computes(dtype: torch.dtype) -> bool:
     """Whether there are kernels for linear layers and what lies between them."""
-    return available and dtype is torch.float32
+    return available and dtype in _COMPUTED
+
+
+def multiplies(dtype: torch.dtype, inputs: int) -> bool:
+    """Whether there is a kernel for a linear layer with so many inputs."""
+    return computes(dtype) and (dtype is torch.float32 or inputs % TILE_DEPTH == 0)
 
 
 def attends(dtype: torch.dtype, head_dim: int) -> bool:

@@ -8,14 +8,15 @@ from torch.nn import functional
 
 from splitserve import native
 from splitserve.model.group import TensorGroup
+from splitserve.model.pages import in_large_pages
 from splitserve.model.part import Cut
 
 
 class Linear:
     """A matrix product with an optional bias.
 
-    Weights are packed once, for whoever computes: our kernel in float32, oneDNN otherwise where it
-    can compute in their data type, else torch takes them as they are.
+    Weights are packed once, for whoever computes: our kernels, oneDNN otherwise where it can
+    compute in their data type, else torch takes them as they are.
 
     Args:
         weight: ``[out, in]``; may be dropped by the caller afterwards.
@@ -25,10 +26,10 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._out = weight.shape[0]
         self._bias = bias
-        self._native = native.computes(weight.dtype)
+        self._native = native.multiplies(weight.dtype, weight.shape[1])
         self._packed = not self._native and _packs(weight.dtype)
         if self._native:
-            self._weight = native.ops.pack_linear(weight)
+            self._weight = in_large_pages(native.ops.pack_linear(weight))
         elif self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         else:

@@ -212,16 +212,76 @@ def test_linear_is_the_product(
         assert torch.equal(alone[0], got[row])
 
 
+@pytest.mark.skipif(
+    not native.computes(torch.bfloat16), reason="this processor has no tiles of bfloat16"
+)
+@SETTINGS
+@given(
+    rows=st.one_of(st.integers(0, 70), st.sampled_from([511, 530])),
+    outputs=st.integers(1, 150),
+    depth=st.sampled_from([32, 64, 96, 576]),
+    bias=st.booleans(),
+    residual=st.booleans(),
+)
+def test_linear_in_bfloat16_rounds_only_the_result(
+    rows: int, outputs: int, depth: int, bias: bool, residual: bool
+) -> None:
+    torch.manual_seed(outputs * depth)
+    x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
+    add = torch.randn(outputs).bfloat16() if bias else None
+    other = torch.randn(rows, outputs).bfloat16() if residual else None
+    packed = native.ops.pack_linear(weight)
+    got = native.ops.linear(x, packed, outputs, add, other)
+    expected = functional.linear(x.double(), weight.double(), None if add is None else add.double())
+    if rows:
+        assert_close(got, expected if other is None else expected + other, 2.0**-8)
+    # The sums are added up in one order, whoever else is there.
+    for row in range(0, rows, 7):
+        part = None if other is None else other[row : row + 1]
+        alone = native.ops.linear(x[row : row + 1], packed, outputs, add, part)
+        assert torch.equal(alone[0], got[row])
+
+
+ELEMENTS = pytest.mark.parametrize(
+    ("dtype", "relative"), [(torch.float32, RELATIVE), (torch.bfloat16, 2.0**-8)]
+)
+
+
+@ELEMENTS
 @SETTINGS
 @given(rows=st.integers(1, 5), width=st.integers(1, 70))
-def test_norm_and_gate_are_torchs(rows: int, width: int) -> None:
+def test_norm_and_gate_are_torchs(
+    dtype: torch.dtype, relative: float, rows: int, width: int
+) -> None:
     torch.manual_seed(width)
-    x, weight = torch.randn(rows, width) * 3, torch.randn(width)
+    x, weight = (torch.randn(rows, width) * 3).to(dtype), torch.randn(width)
     got = native.ops.rms_norm(x, weight, 1e-5)
-    assert_close(got, functional.rms_norm(x.double(), [width], weight.double(), 1e-5))
-    both = torch.randn(rows, 2 * width) * 20
+    assert_close(got, functional.rms_norm(x.double(), [width], weight.double(), 1e-5), relative)
+    both = (torch.randn(rows, 2 * width) * 20).to(dtype)
     gate, up = both.double().chunk(2, -1)
-    assert_close(native.ops.silu_gate(both), functional.silu(gate) * up)
+    assert_close(native.ops.silu_gate(both), functional.silu(gate) * up, relative)
+
+
+@ELEMENTS
+@SETTINGS
+@given(head_dim=st.sampled_from([2, 6, 16, 34, 64, 80]), tokens=st.integers(1, 5))
+def test_heads_are_rotated_and_filed(
+    dtype: torch.dtype, relative: float, head_dim: int, tokens: int
+) -> None:
+    torch.manual_seed(head_dim)
+    heads = torch.randn(tokens, 3 + 2 * 2, head_dim).to(dtype)
+    cos, sin = torch.randn(2, tokens, 1, head_dim).to(dtype)
+    cache = torch.full((3, 2, 2, 2, 4, head_dim), 7.0, dtype=dtype)
+    places = torch.randperm(12)[:tokens]
+    before = heads.double()
+    native.ops.rotate_and_store(heads, cos, sin, cache, 1, places // 4, places % 4)
+    turned = before[:, :5] * cos + before[:, :5].roll(head_dim // 2, -1) * sin
+    assert_close(heads[:, :5], turned, relative)
+    assert torch.equal(heads[:, 5:], before[:, 5:].to(dtype))
+    # Keys and values of each token, and nothing else.
+    stored = cache[places // 4, 1, :, :, places % 4]
+    assert torch.equal(stored, heads[:, 3:].view(tokens, 2, 2, head_dim))
+    assert int((cache != 7.0).any(-1).sum()) == tokens * 4
 
 
 def test_more_threads_change_nothing() -> None:
