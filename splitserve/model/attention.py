@@ -403,7 +403,8 @@ class HeadNorms:
         """In place, in ``[T, H + 2K, D]``."""
         parts = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
         for part, norm in zip(parts, (self.query, self.key), strict=True):
-            part.copy_(norm(part.reshape(-1, part.shape[-1])).view(part.shape))
+            # A rank's only KV head is a column of `heads`, which no reshape needs to copy.
+            part.copy_(norm(part.reshape(-1, part.shape[-1]).contiguous()).view(part.shape))
 
 
 class Attention:

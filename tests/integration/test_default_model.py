@@ -153,3 +153,25 @@ def test_a_chat_is_answered_in_real_sentences(cluster):
         answer = client.generate(chat=chat, sampling=greedy()).completion()
     assert "Paris" in answer.text
     assert answer.finish_reason.name == "STOP"
+
+
+async def test_three_tensor_ranks_to_two_stages_are_token_identical_too(
+    model, prompts, judged, no_leaks
+):
+    chosen = range(0, len(prompts) - 1, 4)
+    options = {"dtype": "float32", "threads": 1, "num_blocks": 256}
+    with LocalCluster(
+        model,
+        prefill_options=options | {"tensor_parallel_size": 3},
+        decode_options=options | {"pipeline_parallel_size": 2},
+    ) as cluster:
+        answers = await answer_all(
+            cluster.address, [prompts[index] for index in chosen], greedy(logprobs=0)
+        )
+        for index, answer in zip(chosen, answers, strict=True):
+            tokens, logprobs = judged[index]
+            assert list(answer.token_ids) == tokens, f"prompt {index}"
+            ours = [entry.logprob for entry in answer.logprobs]
+            assert ours == pytest.approx(logprobs, abs=1e-4), f"prompt {index}"
+        with cluster.client() as client:
+            assert_settled(client)

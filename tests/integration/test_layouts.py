@@ -11,6 +11,7 @@ from splitserve.local import LocalCluster
 
 MODEL = {"layers": 6, "heads": 12, "kv_heads": 6, "hidden": 96, "head_dim": 16}
 FEW_KV_HEADS = MODEL | {"heads": 8, "kv_heads": 2}
+ONE_KV_HEAD = MODEL | {"kv_heads": 1}
 
 PROMPTS = [[random.Random(n).randrange(3, 500) for _ in range(n)] for n in (1, 15, 16, 47, 130)]
 
@@ -56,6 +57,7 @@ def sampling(number: int) -> SamplingParams:
         pytest.param(MODEL, (2, 2), (1, 1), (16, 16), id="both-to-one"),
         pytest.param(FEW_KV_HEADS, (4, 1), (1, 1), (16, 16), id="replicated-heads-to-one"),
         pytest.param(FEW_KV_HEADS, (1, 1), (4, 1), (16, 16), id="one-to-replicated-heads"),
+        pytest.param(ONE_KV_HEAD, (2, 1), (1, 1), (16, 16), id="fault_10-more-ranks-than-kv-heads"),
     ],
 )
 def test_answers_are_those_of_one_rank(judge, no_leaks, shape, prefill, decode, blocks):

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"family": "Qwen3", "num_attention_heads": 4},
+    "qwen3_one_kv_head": {"family": "Qwen3", "num_key_value_heads": 1},
     "phi3": {"family": "Phi3", "sliding_window": WINDOW, "pad_token_id": 0},
     "phi3_partial": {"family": "Phi3", "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "gemma2": {"family": "Gemma2", "sliding_window": WINDOW, "query_pre_attn_scalar": 24},
