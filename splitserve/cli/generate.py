@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from splitserve.cli.as_json import as_json
+from splitserve.cli.interrupt import cancelled_by_ctrl_c
 from splitserve.cli.options import json_option, router_option, sampling_options, sampling_params
 from splitserve.client import Client, Generation
 from splitserve.core.lifetime import Lifetime
@@ -57,7 +58,7 @@ def stream_text(generation: Generation) -> Lifetime | None:
     """Writes an answer to standard output as it comes and returns the request's life."""
     lifetime, written = None, False
     try:
-        with generation:
+        with generation, cancelled_by_ctrl_c(generation):
             for delta in generation:
                 click.echo(delta.text, nl=False)
                 written = written or bool(delta.text)
@@ -71,7 +72,7 @@ def stream_text(generation: Generation) -> Lifetime | None:
 def write_json(generation: Generation) -> Lifetime | None:
     """Writes a JSON object per delta and returns the request's life."""
     lifetime = None
-    with generation:
+    with generation, cancelled_by_ctrl_c(generation):
         for delta in generation:
             click.echo(as_json(delta))
             lifetime = delta.lifetime or lifetime
