@@ -81,7 +81,8 @@ async def test_both_stages_of_a_pipeline_are_busy_at_once(model, tmp_path):
         await executor.stop()
     first, second = (busy(tmp_path / f"{epoch}-{rank}.json") for rank in range(2))
     assert len(first) == len(second) == 80, "each half of the requests has its own steps"
-    assert overlaps(first, second) > 20
+    # How many depends on who else wants the cores; one step at a time would overlap nowhere.
+    assert overlaps(first, second) > 0
     assert overlaps(first, first) == len(first), "a rank computes one step at a time"
 
 
@@ -136,6 +137,9 @@ async def test_fault_11_a_pull_is_over_only_when_every_rank_has_its_part(model):
         first = (await source.execute(prompt)).samples[0]
         slow = psutil.Process(target._workers[1].pid)
         slow.suspend()
+        async with asyncio.timeout(10):
+            while slow.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         job = PullJob(KvHandle("shm", 40, (4, 9, 2), source.memories), (1, 0, 5))
         pull = asyncio.create_task(target.pull(job))
         await asyncio.sleep(0)
