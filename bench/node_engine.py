@@ -84,8 +84,8 @@ class NodeEngine:
             row = BatchRow.of(request, min(left, self._config.max_tokens_per_batch))
             output = await self._executor.execute(Batch((row,)))
             request.computed += len(row.token_ids)
-            if output.samples[0] is not None:
-                return output.samples[0].token_id
+            if output.samples[0]:
+                return output.samples[0][0].token_id
 
     async def _finish(self, scheduler: Scheduler, num_requests: int) -> float:
         """Seconds until the step loop has finished all requests."""

@@ -20,7 +20,12 @@ from splitserve.core.request import Request, TokenLogprob
 from splitserve.core.ticket import new_epoch
 from splitserve.model.config import ModelConfig
 from splitserve.model.fingerprint import architecture_fingerprint
-from splitserve.rpc.convert import node_info_to_proto, progress_to_proto, request_from_proto
+from splitserve.rpc.convert import (
+    answers_from_proto,
+    node_info_to_proto,
+    progress_to_proto,
+    request_from_proto,
+)
 from splitserve.rpc.membership import Membership
 from splitserve.rpc.server import RpcServer
 from splitserve.v1 import work_pb2, work_pb2_grpc
@@ -77,10 +82,10 @@ class ScriptedNode(work_pb2_grpc.PrefillNodeServicer, work_pb2_grpc.DecodeNodeSe
                 pong = work_pb2.Pong(sequence=command.ping.sequence, time_ns=time.time_ns())
                 await self._write(context, work_pb2.WorkUpdate(pong=pong))
             elif kind == "start":
-                request = request_from_proto(command.start.assignment)
                 if self.info.kind is NodeKind.PREFILL:
-                    await self._prefill(request, context)
+                    await self._prefill(request_from_proto(command.start.assignment), context)
                 else:
+                    [request] = answers_from_proto(command.start)
                     self._gather(request, context)
 
     async def _prefill(self, request: Request, context: Any) -> None:

@@ -7,8 +7,8 @@ it and all its growth; until then its KV waits in prefill memory.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from splitserve.core.config import NodeConfig
 from splitserve.core.errors import InternalError, ResourceExhaustedError, SplitserveError, invalid
@@ -32,6 +32,66 @@ class Source:
     epoch: str
 
 
+@dataclass(slots=True, eq=False)
+class Import:
+    """Answers that go on from one leased KV: one pull, and full blocks that all of them share.
+
+    Attributes:
+        answers: Equal but for their index and last token, which has no KV yet; at least one.
+        source: Where the KV is to be pulled from.
+        block_ids: The blocks that it is pulled into, in token order.
+        copies: Blocks to copy afterwards, ``(from, to)``: each answer writes to its own last one.
+        cancelled: Indexes of answers that nobody wants any more.
+    """
+
+    answers: Sequence[Request]
+    source: Source
+    block_ids: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    cancelled: set[int] = field(default_factory=set)
+
+    @property
+    def ticket(self) -> str:
+        """The hand-over that it is."""
+        return self.answers[0].ticket
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is pulled."""
+        return len(self.answers[0].token_ids) - 1
+
+    @property
+    def wanted(self) -> list[Request]:
+        """The answers that are not cancelled."""
+        return [answer for answer in self.answers if answer.indexes[0] not in self.cancelled]
+
+    def num_blocks(self, blocks: BlockManager) -> int:
+        """Blocks for the wanted answers with all their growth."""
+        shared = self.num_tokens // blocks.block_size
+        each = blocks.blocks_for(self.answers[0].max_length) - shared
+        return shared + each * len(self.wanted)
+
+    def take(self, blocks: BlockManager) -> None:
+        """Drops what is not wanted, and takes blocks for the rest.
+
+        Raises:
+            ResourceExhaustedError: There are too few; none was taken.
+        """
+        taken = blocks.allocate(self.num_blocks(blocks))
+        self.answers = self.wanted
+        num_shared = self.num_tokens // blocks.block_size
+        shared, own = taken[:num_shared], taken[num_shared:]
+        blocks.share(shared, len(self.answers))
+        each = len(own) // len(self.answers)
+        for i, answer in enumerate(self.answers):
+            answer.block_ids = [*shared, *own[i * each : (i + 1) * each]]
+            answer.status = RequestStatus.IMPORTING
+        first, *others = (answer.block_ids for answer in self.answers)
+        self.block_ids = tuple(first[: blocks.blocks_for(self.num_tokens)])
+        if len(self.block_ids) > num_shared:
+            self.copies = tuple((first[num_shared], other[num_shared]) for other in others)
+
+
 class ImportQueue:
     """Admits, pulls and hands over to the scheduler; all of it beside the step loop.
 
@@ -39,9 +99,9 @@ class ImportQueue:
         config: Its limits.
         blocks: The node's blocks.
         num_running: Requests in the running batch.
-        pull: Copies a request's KV into its blocks and proves it intact. It returns, or raises,
-            only once nothing writes to the blocks any more, also when cancelled.
-        add: Takes a request that is ready to run.
+        pull: Copies KV into an import's blocks and proves it intact. It returns, or raises, only
+            once nothing writes to the blocks any more, also when cancelled.
+        add: Takes an answer that is ready to run.
         publish: Takes its news.
     """
 
@@ -50,7 +110,7 @@ class ImportQueue:
         config: NodeConfig,
         blocks: BlockManager,
         num_running: Callable[[], int],
-        pull: Callable[[Request, Source], Awaitable[KvTransfer]],
+        pull: Callable[[Import], Awaitable[KvTransfer]],
         add: Callable[[Request], None],
         publish: Callable[[list[Progress]], None],
     ) -> None:
@@ -60,8 +120,8 @@ class ImportQueue:
         self._pull = pull
         self._add = add
         self._publish = publish
-        self._waiting: OrderedDict[str, tuple[Request, Source]] = OrderedDict()
-        self._importing: dict[str, asyncio.Task[None]] = {}
+        self._waiting: OrderedDict[str, Import] = OrderedDict()
+        self._importing: dict[str, tuple[Import, asyncio.Task[None]]] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -73,67 +133,92 @@ class ImportQueue:
         """Requests being pulled."""
         return len(self._importing)
 
-    def submit(self, request: Request, source: Source) -> None:
-        """Queues a request.
+    def submit(self, item: Import) -> None:
+        """Queues an import.
 
         Raises:
             ResourceExhaustedError: The queue is full.
-            InvalidArgumentError: The request can never fit this node.
+            InvalidArgumentError: It can never fit this node.
         """
-        limit = self._blocks.num_blocks * self._blocks.block_size
-        if not 2 <= len(request.token_ids) <= request.max_length <= limit:
-            raise invalid("prompt + max_tokens", request.max_length, f"at most {limit} here")
+        self._check(item)
         if len(self._waiting) >= self._config.max_queued_requests:
             raise ResourceExhaustedError(
                 f"queue: {len(self._waiting)} requests wait to be pulled; "
                 f"max_queued_requests is {self._config.max_queued_requests}"
             )
-        self._waiting[request.ticket] = (request, source)
+        self._waiting[item.ticket] = item
         self.admit()
 
-    def cancel(self, ticket: str) -> None:
-        """Drops a request; if it is being pulled, its blocks come back once the copy is over."""
-        self._waiting.pop(ticket, None)
-        if task := self._importing.get(ticket):
-            task.cancel()
+    def cancel(self, ticket: str, indexes: Collection[int]) -> None:
+        """Drops answers; of those being pulled, blocks come back once the copy is over."""
+        item, task = self._importing.get(ticket, (self._waiting.get(ticket), None))
+        if item is not None:
+            item.cancelled.update(indexes)
+            if not item.wanted:
+                self._waiting.pop(ticket, None)
+                if task is not None:
+                    task.cancel()
         self.admit()
 
     def admit(self) -> None:
         """Starts every pull that fits, oldest first; call when blocks or places came back."""
         while self._waiting and len(self._importing) < self._config.max_concurrent_pulls:
-            ticket, (request, source) = next(iter(self._waiting.items()))
-            needed = self._blocks.blocks_for(request.max_length)
-            places = self._config.max_batch_size - self._num_running() - len(self._importing)
-            if places < 1 or needed > self._blocks.num_free:
+            ticket, item = next(iter(self._waiting.items()))
+            importing = sum(len(other.answers) for other, _ in self._importing.values())
+            places = self._config.max_batch_size - self._num_running() - importing
+            if len(item.wanted) > places or item.num_blocks(self._blocks) > self._blocks.num_free:
                 return
             del self._waiting[ticket]
-            request.block_ids = self._blocks.allocate(needed)
-            request.status = RequestStatus.IMPORTING
-            self._importing[ticket] = asyncio.create_task(self._import(request, source))
+            item.take(self._blocks)
+            self._importing[ticket] = (item, asyncio.create_task(self._import(item)))
 
     async def close(self) -> None:
         """Ends every pull; for a node that stops."""
         self._waiting.clear()
-        tasks = list(self._importing.values())
+        tasks = [task for _, task in self._importing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _import(self, request: Request, source: Source) -> None:
-        request.stamp(LifetimeEventKind.MIGRATION_BEGIN)
+    def _check(self, item: Import) -> None:
+        limit, block_size = self._blocks.num_blocks, self._blocks.block_size
+        length, most = item.answers[0].max_length, limit * block_size
+        if not 1 <= item.num_tokens < length <= most:
+            raise invalid("prompt + max_tokens", length, f"at most {most} here")
+        count = len(item.answers)
+        if count > self._config.max_batch_size:
+            raise invalid("n", count, f"at most {self._config.max_batch_size} on a decode node")
+        if (needed := item.num_blocks(self._blocks)) > limit:
+            raise invalid(
+                "n", count, f"answers that fit a decode node's {limit} blocks; they need {needed}"
+            )
+
+    async def _import(self, item: Import) -> None:
+        first = item.answers[0]
+        first.stamp(LifetimeEventKind.MIGRATION_BEGIN)
         try:
-            transfer = await self._pull(request, source)
+            transfer = await self._pull(item)
         except BaseException as error:
-            self._blocks.free(request.block_ids)
+            for answer in item.answers:
+                self._blocks.free(answer.block_ids)
             if not isinstance(error, asyncio.CancelledError):
-                self._publish([request.tell(error=_as_ours(error, request))])
+                self._publish([first.tell(error=_as_ours(error, first))])
         else:
-            request.stamp(LifetimeEventKind.MIGRATION_END, transfer)
-            request.computed = len(request.token_ids) - 1
-            self._add(request)
+            first.stamp(LifetimeEventKind.MIGRATION_END, transfer)
+            first.stamp(LifetimeEventKind.DECODE_BEGIN)
+            self._run(item)
         finally:
-            del self._importing[request.ticket]
+            del self._importing[item.ticket]
             self.admit()
+
+    def _run(self, item: Import) -> None:
+        wanted = item.wanted
+        for answer in item.answers:
+            if answer in wanted:
+                answer.computed = item.num_tokens
+                self._add(answer)
+            else:
+                self._blocks.free(answer.block_ids)
 
 
 def _as_ours(error: BaseException, request: Request) -> SplitserveError:

@@ -5,11 +5,10 @@ from collections import OrderedDict
 
 import grpc
 
-from decode_node.imports import Source
+from decode_node.imports import Import
 from splitserve.core.config import RPC_TIMEOUT_S
 from splitserve.core.errors import FailedPreconditionError, UnavailableError
 from splitserve.core.lifetime import KvTransfer
-from splitserve.core.request import Request
 from splitserve.engine.executor import Executor
 from splitserve.kv.handle import KvHandle
 from splitserve.rpc.channel import open_channel
@@ -36,8 +35,8 @@ class Puller:
         self._executor = executor
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
 
-    async def pull(self, request: Request, source: Source) -> KvTransfer:
-        """Copies the KV of all tokens but the last into the request's blocks.
+    async def pull(self, item: Import) -> KvTransfer:
+        """Copies KV into an import's blocks.
 
         Returns or raises, also when cancelled, only once no worker writes to the blocks.
 
@@ -47,18 +46,18 @@ class Puller:
                 shape, or the lease ended before the copy did: then nothing copied counts.
             UnavailableError: The source or its memory cannot be reached.
         """
+        source = item.source
         stub = kv_pb2_grpc.KvSourceStub(await self._channel(source.address))
         opened = stub.Open(
-            kv_pb2.OpenRequest(ticket=request.ticket, epoch=source.epoch, reader_epoch=self._epoch)
+            kv_pb2.OpenRequest(ticket=item.ticket, epoch=source.epoch, reader_epoch=self._epoch)
         )
         try:
-            handle = await self._read_handle(opened, source)
-            self._check(handle, request)
-            blocks = tuple(request.block_ids)
-            result = await self._executor.pull(PullJob(handle, blocks))
+            handle = await self._read_handle(opened, source.address)
+            self._check(handle, item.num_tokens)
+            result = await self._executor.pull(PullJob(handle, item.block_ids, item.copies))
             released = await stub.Release(
                 kv_pb2.ReleaseRequest(
-                    ticket=request.ticket, epoch=source.epoch, reader_epoch=self._epoch
+                    ticket=item.ticket, epoch=source.epoch, reader_epoch=self._epoch
                 ),
                 timeout=RPC_TIMEOUT_S,
             )
@@ -79,26 +78,25 @@ class Puller:
     async def _read_handle(
         self,
         opened: "grpc.aio.UnaryStreamCall[kv_pb2.OpenRequest, kv_pb2.KvHandle]",
-        source: Source,
+        address: str,
     ) -> KvHandle:
         try:
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 message = await opened.read()
         except TimeoutError:
             raise UnavailableError(
-                f"source: {source.address} did not answer within {RPC_TIMEOUT_S:g} s"
+                f"source: {address} did not answer within {RPC_TIMEOUT_S:g} s"
             ) from None
         if not isinstance(message, kv_pb2.KvHandle):
-            raise UnavailableError(f"source: {source.address} ended the call")
+            raise UnavailableError(f"source: {address} ended the call")
         return handle_from_proto(message)
 
-    def _check(self, handle: KvHandle, request: Request) -> None:
+    def _check(self, handle: KvHandle, expected: int) -> None:
         if handle.transport != self._executor.transport:
             raise FailedPreconditionError(
                 f"transport: the source offers {handle.transport!r}; "
                 f"this node can use {self._executor.transport!r}"
             )
-        expected = len(request.token_ids) - 1
         if handle.num_tokens != expected:
             raise FailedPreconditionError(
                 f"num_tokens: the source has KV of {handle.num_tokens} tokens, not {expected}"

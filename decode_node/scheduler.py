@@ -3,7 +3,7 @@
 from itertools import islice
 
 from splitserve.core.lifetime import LifetimeEventKind
-from splitserve.core.request import Progress, Request, TokenLogprob
+from splitserve.core.request import Progress, Request, RequestKey, TokenLogprob
 from splitserve.engine.batch import Batch, BatchRow, StepOutput
 from splitserve.engine.requests import LiveRequests
 from splitserve.kv.blocks import BlockManager
@@ -34,7 +34,6 @@ class DecodeScheduler:
     def add(self, request: Request) -> None:
         """Takes a request whose KV is here, all but its last token's."""
         assert request.computed == len(request.token_ids) - 1
-        request.stamp(LifetimeEventKind.DECODE_BEGIN)
         self._running.add(request)
 
     def schedule(self) -> Batch | None:
@@ -52,20 +51,19 @@ class DecodeScheduler:
         """Takes a step's tokens."""
         self._running.end_step(batch)
         news = []
-        for row, sample in zip(batch.rows, output.samples, strict=True):
-            request = self._running.get(row.ticket)
+        for row, (sample,) in zip(batch.rows, output.samples, strict=True):
+            request = self._running.get(row.key)
             if request is not None:
-                assert sample is not None, "every decode row samples"
                 news.append(self._next_token(request, sample))
         return news
 
-    def finish(self, ticket: str) -> None:
+    def finish(self, key: RequestKey) -> None:
         """Drops a request."""
-        self._running.drop(ticket)
+        self._running.drop(key)
 
     def _next_token(self, request: Request, sample: TokenLogprob) -> Progress:
         finish_reason = request.append(sample.token_id, self._eos_token_ids)
         if finish_reason is not None:
             request.stamp(LifetimeEventKind.DECODE_END)
-            self._running.drop(request.ticket)
+            self._running.drop(request.key)
         return request.tell(sample, finish_reason)

@@ -1,16 +1,16 @@
 """What a decode node does for its routers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any
 
-from decode_node.imports import ImportQueue, Source
+from decode_node.imports import Import, ImportQueue, Source
 from decode_node.pull import Puller
 from decode_node.scheduler import DecodeScheduler
 from splitserve.core.request import Request
 from splitserve.engine.node import Node
 from splitserve.engine.work import WorkStreams
-from splitserve.rpc.convert import request_from_proto
+from splitserve.rpc.convert import answers_from_proto
 from splitserve.v1 import work_pb2, work_pb2_grpc
 
 
@@ -51,12 +51,13 @@ class DecodeRole:
     def start(self, command: work_pb2.DecodeStart) -> None:
         """Queues a request to be pulled."""
         source = Source(command.source_address, command.source_epoch)
-        self.imports.submit(request_from_proto(command.assignment), source)
+        self.imports.submit(Import(answers_from_proto(command), source))
 
-    def cancel(self, ticket: str) -> None:
-        """Drops a request wherever it stands."""
-        self.scheduler.finish(ticket)
-        self.imports.cancel(ticket)
+    def cancel(self, ticket: str, indexes: Collection[int]) -> None:
+        """Drops answers wherever they stand."""
+        for index in indexes:
+            self.scheduler.finish((ticket, index))
+        self.imports.cancel(ticket, indexes)
 
     def renew(self, tickets: Iterable[str]) -> None:
         """Nothing is leased here."""

@@ -7,7 +7,7 @@ from prefill_node.leases import Leases
 from splitserve.core.config import NodeConfig
 from splitserve.core.errors import ResourceExhaustedError, invalid
 from splitserve.core.lifetime import LifetimeEventKind
-from splitserve.core.request import Progress, Request, TokenLogprob
+from splitserve.core.request import Progress, Request, RequestKey, TokenLogprob
 from splitserve.engine.batch import Batch, BatchRow, StepOutput
 from splitserve.engine.requests import LiveRequests
 from splitserve.kv.blocks import BlockManager
@@ -37,7 +37,7 @@ class PrefillScheduler:
         self._blocks = blocks
         self._leases = leases
         self._eos_token_ids = eos_token_ids
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: OrderedDict[RequestKey, Request] = OrderedDict()
         self._running = LiveRequests(blocks)
 
     @property
@@ -65,7 +65,7 @@ class PrefillScheduler:
                 f"queue: {len(self._waiting)} prompts wait; "
                 f"max_queued_requests is {self._config.max_queued_requests}"
             )
-        self._waiting[request.ticket] = request
+        self._waiting[request.key] = request
 
     def schedule(self) -> Batch | None:
         """The next chunk of every prompt that the budget reaches, oldest first."""
@@ -88,20 +88,20 @@ class PrefillScheduler:
         """Takes a step's first tokens: a prompt that is done is finished or leased."""
         self._running.end_step(batch)
         news = []
-        for row, sample in zip(batch.rows, output.samples, strict=True):
-            request = self._running.get(row.ticket)
+        for row, samples in zip(batch.rows, output.samples, strict=True):
+            request = self._running.get(row.key)
             if request is None:
                 continue
-            if sample is not None:
-                news.append(self._first_token(request, sample))
+            if samples:
+                news += self._first_tokens(request, samples)
             elif request.events:
                 news.append(request.tell())
         return news
 
-    def finish(self, ticket: str) -> None:
+    def finish(self, key: RequestKey) -> None:
         """Drops a prompt, begun or not."""
-        self._waiting.pop(ticket, None)
-        self._running.drop(ticket)
+        self._waiting.pop(key, None)
+        self._running.drop(key)
 
     def _begun_then_waiting(self) -> Iterator[Request]:
         """Prompts by age; those that wait begin as they are reached."""
@@ -117,18 +117,22 @@ class PrefillScheduler:
         needed = self._blocks.blocks_for(len(request.token_ids))
         if needed > self._blocks.num_free:
             return None
-        del self._waiting[request.ticket]
+        del self._waiting[request.key]
         request.block_ids = self._blocks.allocate(needed)
         request.stamp(LifetimeEventKind.PREFILL_BEGIN)
         self._running.add(request)
         return request
 
-    def _first_token(self, request: Request, sample: TokenLogprob) -> Progress:
-        finish_reason = request.append(sample.token_id, self._eos_token_ids)
+    def _first_tokens(self, request: Request, samples: tuple[TokenLogprob, ...]) -> list[Progress]:
+        """One token of each answer; the KV is leased if any of them goes on."""
         request.stamp(LifetimeEventKind.PREFILL_END)
-        if finish_reason is None:
-            self._running.hand_over(request.ticket)
+        ends = [request.ends_with(sample.token_id, self._eos_token_ids) for sample in samples]
+        if None in ends:
+            self._running.hand_over(request.key)
             self._leases.grant(request.ticket, request.block_ids, request.computed)
         else:
-            self._running.drop(request.ticket)
-        return request.tell(sample, finish_reason)
+            self._running.drop(request.key)
+        return [
+            request.tell(sample, end, index=index)
+            for index, sample, end in zip(request.indexes, samples, ends, strict=True)
+        ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any
 
 from prefill_node.leases import Leases
@@ -48,9 +48,9 @@ class PrefillRole:
         self.scheduler.add(request_from_proto(command.assignment))
         self._node.loop.wake()
 
-    def cancel(self, ticket: str) -> None:
+    def cancel(self, ticket: str, indexes: Collection[int]) -> None:
         """Drops a prompt or its lease."""
-        self.scheduler.finish(ticket)
+        self.scheduler.finish((ticket, min(indexes)))
         self.leases.cancel(ticket)
 
     def renew(self, tickets: Iterable[str]) -> None:

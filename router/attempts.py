@@ -25,13 +25,15 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A prompt or an answer that a node computes, or a prompt's KV that it leases.
+    """A prompt or answers that a node computes, or a prompt's KV that it leases.
 
     Attributes:
         ticket: The hand-over it belongs to.
         num_tokens: Tokens given to the node.
         session: The node.
         holder: Who takes its news.
+        open: Indexes of the answers that the node computes, or may yet be pulled.
+        untold: Those of which it has not told a token.
         leased: Whether the prompt is computed and only its KV is held.
     """
 
@@ -39,6 +41,8 @@ class Attempt:
     num_tokens: int
     session: "NodeSession"
     holder: Holder
+    open: set[int]
+    untold: set[int]
     leased: bool = False
 
 
@@ -68,11 +72,11 @@ class Attempts:
         """What to compare nodes by; smaller is freer.
 
         A prefill node's is its prompt tokens to compute, then those leased; a decode node's is its
-        requests, then their tokens.
+        answers, then their tokens.
         """
         computing = [a.num_tokens for a in self.by_ticket.values() if not a.leased]
         if self._kind is NodeKind.DECODE:
-            return len(computing), sum(computing), 0
+            return sum(len(a.open) for a in self.by_ticket.values()), sum(computing), 0
         leased = sum(a.num_tokens for a in self.by_ticket.values() if a.leased)
         return sum(computing), leased, len(computing)
 
@@ -106,8 +110,9 @@ class Attempts:
 
     def lease(self, attempt: Attempt) -> None:
         """The prompt is computed; its KV stays for a decode node."""
-        attempt.leased = True
-        self._on_room()
+        if not attempt.leased:
+            attempt.leased = True
+            self._on_room()
 
     def refuse(self) -> None:
         """The node takes no more than what it has: not a failure, but no use to ask again yet."""

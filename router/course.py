@@ -6,8 +6,8 @@ so far: after a failure they are prefilled once more, and the client notices not
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from router.admission import Prompt
@@ -42,13 +42,16 @@ class AttemptFailedError(Exception):
 
 
 class Course:
-    """Drives one request. Tokens do not wait for it: they go straight into the answer.
+    """Drives answers that go one way. Tokens do not wait for it: they go straight into them.
+
+    All answers of a request begin together: one prompt, one pull. After a failure their tokens
+    differ, and each goes on by itself.
 
     Args:
         request: Whose way it is.
         prompt: What was asked.
-        answer: Takes the tokens.
-        dispatcher: Places it on nodes.
+        answers: Take the tokens; what they have so far is the same.
+        dispatcher: Places them on nodes.
         config: Limits on retries and on the hand-over.
     """
 
@@ -56,13 +59,14 @@ class Course:
         self,
         request: TrackedRequest,
         prompt: Prompt,
-        answer: Answer,
+        answers: Sequence[Answer],
         dispatcher: Dispatcher,
         config: RouterConfig,
     ) -> None:
         self._request = request
         self._prompt = prompt
-        self._answer = answer
+        self._answers = {answer.index: answer for answer in answers}
+        self._retries = 0
         self._dispatcher = dispatcher
         self._config = config
         self._held: list[Attempt] = []
@@ -76,7 +80,7 @@ class Course:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Drives the request within; nodes hold nothing of it once it ends, or after this."""
+        """Drives the answers within; nodes hold nothing of them once the request ends, or after."""
         if self._request.outcome is None:
             self._task = asyncio.create_task(self._run())
         try:
@@ -103,27 +107,46 @@ class Course:
 
     def _take(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
         decoding = attempt.session.info.kind is NodeKind.DECODE
-        for event in progress.events:
-            self._request.lifetime.add(attempt.session.on_our_clock(event))
-        stopped = False
-        if progress.token_ids:
-            stopped = self._answer.push(progress.token_ids, progress.logprobs)
-            self._request.wake()
+        for event in map(attempt.session.on_our_clock, progress.events):
+            # Decoding ends with the last answer.
+            if event.kind is not LifetimeEventKind.DECODE_END or self._request.answers_left == 1:
+                self._request.lifetime.add(event)
         if decoding and not self._migrated and migrated(progress):
             self._take_over()
+        if progress.HasField("error"):
+            self._refused(attempt, error_from_code(progress.error.code, progress.error.message))
+        elif progress.index in attempt.open:  # Else late news of a cancelled answer.
+            self._push(attempt, progress)
+            if progress.token_ids and not decoding and not attempt.untold and attempt.open:
+                self._news.put_nowait(None)
+
+    def _push(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
+        """Tokens for an answer, and perhaps its end."""
+        answer = self._answers[progress.index]
+        if progress.token_ids:
+            attempt.untold.discard(progress.index)
+            answer.push(progress.token_ids, progress.logprobs)
+            self._request.wake()
+            if attempt.session.info.kind is NodeKind.PREFILL and not progress.finish_reason:
+                attempt.session.attempts.lease(attempt)
         if progress.finish_reason:
+            answer.end(FinishReason(progress.finish_reason))
+        if answer.finish_reason is not None:
+            self._end(attempt, answer.index, told=bool(progress.finish_reason))
+            self._request.end_answer(answer.finish_reason)
+
+    def _end(self, attempt: Attempt, index: int, *, told: bool) -> None:
+        """An answer is complete, as its node has told or a stop string."""
+        attempt.open.remove(index)
+        if attempt.open:
+            if not told and not attempt.leased:
+                attempt.session.cancel_answer(attempt, index)
+        elif told and not attempt.leased:
             # Dropped, not cancelled: the node holds nothing any more.
             self._drop(attempt)
-            stopped = self._answer.end() or stopped
-            reason = FinishReason(progress.finish_reason)
-            self._request.finish(FinishReason.STOP if stopped else reason)
-        elif stopped:
-            self._request.finish(FinishReason.STOP)
-        elif progress.HasField("error"):
-            self._refused(attempt, error_from_code(progress.error.code, progress.error.message))
-        elif progress.token_ids and not decoding:
-            attempt.session.attempts.lease(attempt)
-            self._news.put_nowait(None)
+        else:
+            self._held.remove(attempt)
+            attempt.session.cancel(attempt)
 
     def _take_over(self) -> None:
         """The decode node holds the KV: the prefill node has been given its blocks back."""
@@ -163,36 +186,57 @@ class Course:
             self._fail(error)
 
     async def _serve(self) -> None:
-        """Returns only by an error; an answer that is complete cancels this task."""
-        for number in range(self._config.max_retries + 1):
-            if number > 0:
-                self._request.note(LifetimeEventKind.RETRIED)
+        """Returns only by an error; a request that is complete cancels this task."""
+        while True:
             try:
                 await self._attempt()
             except AttemptFailedError:
                 self._cancel_held()
             except UnavailableError as error:
                 raise UnavailableError("; ".join([error.message, *self._failures])) from None
-        raise UnavailableError("every attempt failed: " + "; ".join(self._failures))
+            if self._retries == self._config.max_retries:
+                raise UnavailableError("every attempt failed: " + "; ".join(self._failures))
+            self._retries += 1
+            self._request.note(LifetimeEventKind.RETRIED)
+            if len(self._open) > 1 and any(answer.token_ids for answer in self._open):
+                await self._part()
+
+    async def _part(self) -> None:
+        """Sends each answer its own way; until cancelled."""
+        with ExitStack() as stack:
+            for answer in self._open:
+                course = Course(
+                    self._request, self._prompt, [answer], self._dispatcher, self._config
+                )
+                course._retries = self._retries
+                course._avoid = set(self._avoid)
+                course._failures = list(self._failures)
+                stack.enter_context(course.running())
+            await asyncio.Event().wait()
+
+    @property
+    def _open(self) -> list[Answer]:
+        """The answers that have not ended."""
+        return [answer for answer in self._answers.values() if answer.finish_reason is None]
 
     async def _attempt(self) -> None:
         self._news = asyncio.Queue()
         self._migrated = False
         assignment = self._assignment()
         source = await self._prefill(assignment)
-        # The first token came meanwhile, and stands at the end of what the decode node gets.
-        assignment.token_ids.append(self._answer.token_ids[-1])
         await self._hand_over(source, assignment)
         await self._news.get()
         raise AttemptFailedError
 
     def _assignment(self) -> work_pb2.Assignment:
+        answers = self._open
         return work_pb2.Assignment(
             request_id=self._request.request_id,
-            token_ids=[*self._prompt.token_ids, *self._answer.token_ids],
+            token_ids=[*self._prompt.token_ids, *answers[0].token_ids],
             prompt_length=len(self._prompt.token_ids),
             sampling=self._prompt.node_sampling,
             ticket=new_ticket(),
+            indexes=[answer.index for answer in answers],
         )
 
     async def _prefill(self, assignment: work_pb2.Assignment) -> Attempt:
@@ -211,9 +255,14 @@ class Course:
 
     async def _hand_over(self, source: Attempt, assignment: work_pb2.Assignment) -> None:
         """Returns once a decode node holds the KV."""
-        info = source.session.info
+        info, goes_on = source.session.info, sorted(source.open)
+        del assignment.indexes[:]
+        assignment.indexes.extend(goes_on)
         start = work_pb2.DecodeStart(
-            assignment=assignment, source_address=info.address, source_epoch=info.epoch
+            assignment=assignment,
+            source_address=info.address,
+            source_epoch=info.epoch,
+            next_token_ids=[self._answers[index].token_ids[-1] for index in goes_on],
         )
         timeout_s = self._config.handover_timeout_s
         what = f"no decode node took the request within handover_timeout_s = {timeout_s:g}"

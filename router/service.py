@@ -21,7 +21,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.lifetime import LifetimeEventKind
 from splitserve.core.request import FinishReason
-from splitserve.rpc.convert import finish_reason_to_proto, lifetime_to_proto
+from splitserve.rpc.convert import lifetime_to_proto
 from splitserve.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,7 +55,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Generate(  # type: ignore[override]
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Streams an answer. Whichever way this ends, nodes hold nothing of it afterwards."""
+        """Streams the answers. Whichever way this ends, nodes hold nothing of it afterwards."""
         if self._closed:
             raise UnavailableError("this router is stopping; ask another, or again")
         self._members.check_ready()
@@ -63,12 +63,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
             async with _client_limits(tracked, context):
                 prompt = await self._admission.read(request)
                 tracked.prompt_tokens = len(prompt.token_ids)
-                answer = Answer(
-                    self._members.model.tokenizer, prompt.token_ids, prompt.sampling.stop
-                )
-                course = Course(tracked, prompt, answer, self._dispatcher, self._config)
+                tracked.answers_left = prompt.sampling.n
+                tokenizer = self._members.model.tokenizer
+                answers = [
+                    Answer(tokenizer, prompt.token_ids, prompt.sampling.stop, index)
+                    for index in range(prompt.sampling.n)
+                ]
+                course = Course(tracked, prompt, answers, self._dispatcher, self._config)
                 with course.running():
-                    await _relay(tracked, answer, context)
+                    await _relay(tracked, answers, context)
 
     async def Abort(
         self, request: router_pb2.AbortRequest, context: Context
@@ -98,29 +101,35 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
 
 
-async def _relay(tracked: TrackedRequest, answer: Answer, context: Context) -> None:
-    """Hands the client all there is, message by message; a slow reader finds it in one."""
+async def _relay(tracked: TrackedRequest, answers: list[Answer], context: Context) -> None:
+    """Hands the client all there is, a message per answer; a slow reader finds it in one."""
     while True:
         await tracked.changed()
         outcome = tracked.outcome
         if isinstance(outcome, SplitserveError):
             raise outcome
         if outcome is not None:
-            answer.end()
-        delta = answer.take() or router_pb2.GenerateResponse()
-        delta.request_id = tracked.request_id
-        if delta.token_ids:
-            tracked.count_tokens(len(delta.token_ids))
-        if outcome is None:
+            for answer in answers:
+                answer.end(outcome)
+        deltas = [delta for answer in answers if (delta := answer.take()) is not None]
+        for delta in deltas:
+            delta.request_id = tracked.request_id
+            if delta.token_ids:
+                tracked.count_tokens(len(delta.token_ids))
+        if outcome is not None:
+            # The answer that ended last has not been told of until now.
+            _complete(deltas[-1], tracked)
+        for delta in deltas:
             await context.write(delta)
-            continue
-        tracked.note(LifetimeEventKind.FINISHED)
-        delta.finish_reason = finish_reason_to_proto(outcome)
-        delta.usage.prompt_tokens = tracked.prompt_tokens
-        delta.usage.completion_tokens = tracked.completion_tokens
-        delta.lifetime.CopyFrom(lifetime_to_proto(tracked.lifetime))
-        await context.write(delta)
-        return
+        if outcome is not None:
+            return
+
+
+def _complete(last: router_pb2.GenerateResponse, tracked: TrackedRequest) -> None:
+    tracked.note(LifetimeEventKind.FINISHED)
+    last.usage.prompt_tokens = tracked.prompt_tokens
+    last.usage.completion_tokens = tracked.completion_tokens
+    last.lifetime.CopyFrom(lifetime_to_proto(tracked.lifetime))
 
 
 @asynccontextmanager

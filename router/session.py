@@ -67,7 +67,9 @@ class NodeSession:
     def start(self, start: Any, holder: Holder) -> Attempt:
         """Gives the node a `PrefillStart` or `DecodeStart`."""
         assignment = start.assignment
-        attempt = Attempt(assignment.ticket, len(assignment.token_ids), self, holder)
+        indexes = set(assignment.indexes)
+        tokens = len(assignment.token_ids)
+        attempt = Attempt(assignment.ticket, tokens, self, holder, indexes, indexes.copy())
         self.attempts.add(attempt)
         self._send(self._command(start=start))
         return attempt
@@ -76,6 +78,11 @@ class NodeSession:
         """Tells the node to drop an attempt, unless it holds nothing of it any more."""
         if self.drop(attempt):
             self._send(self._command(cancel=work_pb2.Cancel(ticket=attempt.ticket)))
+
+    def cancel_answer(self, attempt: Attempt, index: int) -> None:
+        """Tells the node to drop one of several answers."""
+        cancel = work_pb2.Cancel(ticket=attempt.ticket, indexes=[index])
+        self._send(self._command(cancel=cancel))
 
     def drop(self, attempt: Attempt) -> bool:
         """Forgets an attempt of which the node holds nothing; says whether it was known."""

@@ -34,7 +34,8 @@ class TrackedRequest:
         request_id: Unique among live requests.
         lifetime: Its events so far.
         prompt_tokens: Tokens of its prompt, once they are known.
-        completion_tokens: Tokens handed to its client.
+        completion_tokens: Tokens handed to its client, of all its answers.
+        answers_left: Answers that have not ended.
         outcome: How it ended; None while nodes may still work for it.
     """
 
@@ -43,6 +44,7 @@ class TrackedRequest:
         self.lifetime = Lifetime(request_id)
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.answers_left = 1
         self.outcome: Outcome | None = None
         self._on_finish: list[Callable[[], None]] = []
         self._received_ns = time.monotonic_ns()
@@ -63,6 +65,13 @@ class TrackedRequest:
         if not self.completion_tokens:
             self.lifetime.time_to_first_token_ns = time.monotonic_ns() - self._received_ns
         self.completion_tokens += count
+
+    def end_answer(self, reason: FinishReason) -> None:
+        """One of its answers is complete; with the last one the request is."""
+        self.answers_left -= 1
+        self.wake()
+        if not self.answers_left:
+            self.finish(reason)
 
     def finish(self, outcome: Outcome) -> bool:
         """Ends it; only the first call counts.

@@ -18,9 +18,10 @@ from splitserve.messages import (
     Completion,
     Delta,
     Usage,
+    check_single,
     checked_text,
     checked_timeout,
-    completion_of,
+    completions_of,
     delta_from_proto,
     generate_request,
     status_from_proto,
@@ -46,7 +47,7 @@ __all__ = [
 
 
 class AsyncGeneration(AsyncIterator[Delta]):
-    """An answer under way; ``async for delta in generation`` reads it.
+    """A request's answers under way; ``async for delta in generation`` reads them.
 
     The request ends with this object: when an ``async with`` block over it is left, when
     `cancel` is called, when a read is cancelled, or when nothing refers to it any more. So
@@ -54,8 +55,13 @@ class AsyncGeneration(AsyncIterator[Delta]):
     generation that a variable still names lives on after a ``break``: use ``async with``.
     """
 
-    def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, router_pb2.GenerateResponse]") -> None:
+    def __init__(
+        self,
+        call: "grpc.aio.UnaryStreamCall[Any, router_pb2.GenerateResponse]",
+        sampling: SamplingParams | None = None,
+    ) -> None:
         self._call = call
+        self._sampling = sampling
         self._responses = aiter(call)
         self._finished = False
 
@@ -80,17 +86,27 @@ class AsyncGeneration(AsyncIterator[Delta]):
                 raise CancelledError("the client cancelled the request") from None
             self.cancel()
             raise
-        self._finished = delta.finish_reason is not None
+        self._finished = delta.usage is not None
         return delta
 
     async def completion(self) -> Completion:
         """Reads to the end and puts the answer together.
 
         Raises:
+            InvalidArgumentError: Several answers were asked for; see `completions`.
+            SplitserveError: The request failed.
+        """
+        check_single(self._sampling)
+        return (await self.completions())[0]
+
+    async def completions(self) -> list[Completion]:
+        """Reads to the end and puts all ``n`` answers together, in the order of their index.
+
+        Raises:
             SplitserveError: The request failed.
         """
         async with self:
-            return completion_of([delta async for delta in self])
+            return completions_of([delta async for delta in self])
 
     def cancel(self) -> None:
         """Ends the request, wherever it is; harmless on one that has ended."""
@@ -150,7 +166,8 @@ class AsyncClient:
             InvalidArgumentError: The request cannot be sent as it is.
         """
         request = generate_request(prompt, token_ids, chat, sampling, request_id)
-        return AsyncGeneration(self._stub.Generate(request, timeout=checked_timeout(timeout)))
+        call = self._stub.Generate(request, timeout=checked_timeout(timeout))
+        return AsyncGeneration(call, sampling)
 
     async def abort(self, request_id: str, *, timeout: float = RPC_TIMEOUT_S) -> None:
         """Ends a running request; its stream finishes with ABORTED.
@@ -196,14 +213,19 @@ class AsyncClient:
 
 
 class Generation(Iterator[Delta]):
-    """An answer under way; ``for delta in generation`` reads it.
+    """A request's answers under way; ``for delta in generation`` reads them.
 
     Like `AsyncGeneration` it ends the request when left: by ``with``, by `cancel` (from any
     thread), by an exception in a read such as Ctrl-C, or when nothing refers to it any more.
     """
 
-    def __init__(self, call: "grpc._CallIterator[router_pb2.GenerateResponse]") -> None:
+    def __init__(
+        self,
+        call: "grpc._CallIterator[router_pb2.GenerateResponse]",
+        sampling: SamplingParams | None = None,
+    ) -> None:
         self._call = call
+        self._sampling = sampling
         self._finished = False
 
     def __next__(self) -> Delta:
@@ -223,17 +245,27 @@ class Generation(Iterator[Delta]):
         except BaseException:
             self.cancel()
             raise
-        self._finished = delta.finish_reason is not None
+        self._finished = delta.usage is not None
         return delta
 
     def completion(self) -> Completion:
         """Reads to the end and puts the answer together.
 
         Raises:
+            InvalidArgumentError: Several answers were asked for; see `completions`.
+            SplitserveError: The request failed.
+        """
+        check_single(self._sampling)
+        return self.completions()[0]
+
+    def completions(self) -> list[Completion]:
+        """Reads to the end and puts all ``n`` answers together, in the order of their index.
+
+        Raises:
             SplitserveError: The request failed.
         """
         with self:
-            return completion_of(self)
+            return completions_of(self)
 
     def cancel(self) -> None:
         """Ends the request, wherever it is; harmless on one that has ended."""
@@ -277,7 +309,8 @@ class Client:
             InvalidArgumentError: The request cannot be sent as it is.
         """
         request = generate_request(prompt, token_ids, chat, sampling, request_id)
-        return Generation(self._stub.Generate(request, timeout=checked_timeout(timeout)))
+        call = self._stub.Generate(request, timeout=checked_timeout(timeout))
+        return Generation(call, sampling)
 
     def abort(self, request_id: str, *, timeout: float = RPC_TIMEOUT_S) -> None:
         """Ends a running request; its stream finishes with ABORTED.

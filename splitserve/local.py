@@ -168,7 +168,7 @@ class LocalCluster:
     def generate(
         self, prompts: Sequence[str], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers many prompts and returns the answers in the prompts' order.
+        """Answers many prompts; returns the answers, ``n`` for each, in the prompts' order.
 
         In a running event loop, use `AsyncClient` with `address` instead.
 
@@ -257,12 +257,12 @@ async def _generate_all(
     sampling: SamplingParams | None,
     on_done: Callable[[], None],
 ) -> list[Completion]:
-    completions: dict[int, Completion] = {}
+    completions: dict[int, list[Completion]] = {}
     numbered = enumerate(prompts)
 
     async def answer_some(client: AsyncClient) -> None:
         for index, prompt in numbered:
-            completions[index] = await client.generate(prompt, sampling=sampling).completion()
+            completions[index] = await client.generate(prompt, sampling=sampling).completions()
             on_done()
 
     async with AsyncClient(address) as client:
@@ -272,7 +272,7 @@ async def _generate_all(
                     group.create_task(answer_some(client))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-    return [completions[index] for index in range(len(prompts))]
+    return [answer for index in range(len(prompts)) for answer in completions[index]]
 
 
 def _check_options(options: Mapping[str, object]) -> None:

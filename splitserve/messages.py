@@ -1,6 +1,7 @@
 """What a client sends and receives: Python values, and the messages that carry them."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,9 +58,9 @@ class Delta:
         text: Text since the last delta.
         token_ids: Tokens since the last delta; their text may follow later.
         logprobs: One per token of this delta, if asked for.
-        finish_reason: On the last delta only.
-        usage: On the last delta only.
-        lifetime: On the last delta only.
+        finish_reason: On each answer's last delta only.
+        usage: Of all answers; on the generation's last delta only.
+        lifetime: On the generation's last delta only.
     """
 
     request_id: str
@@ -74,9 +75,21 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer: all its deltas put together."""
+    """A whole answer: all its deltas put together.
+
+    Attributes:
+        request_id: The request.
+        index: Which of ``n`` answers it is.
+        text: All of it.
+        token_ids: All of them.
+        logprobs: One per token, if asked for.
+        finish_reason: Why it ended.
+        usage: What all answers of the request cost.
+        lifetime: The request's.
+    """
 
     request_id: str
+    index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -169,21 +182,41 @@ def status_from_proto(message: router_pb2.RouterStatus) -> ClusterStatus:
     )
 
 
-def completion_of(deltas: Iterable[Delta]) -> Completion:
-    """An answer's deltas, put together."""
-    parts = list(deltas)
-    last = parts[-1] if parts else None
-    if last is None or last.finish_reason is None:
+def completions_of(deltas: Iterable[Delta]) -> list[Completion]:
+    """A generation's deltas, put together to its answers."""
+    parts: defaultdict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        parts[delta.index].append(delta)
+    ended = next((part for own in parts.values() for part in own if part.usage is not None), None)
+    if ended is None:
+        raise unfinished()
+    return [_completion(parts[index], ended) for index in sorted(parts)]
+
+
+def _completion(parts: Sequence[Delta], ended: Delta) -> Completion:
+    finish_reason = parts[-1].finish_reason
+    if finish_reason is None:
         raise unfinished()
     return Completion(
-        last.request_id,
+        ended.request_id,
+        parts[-1].index,
         "".join(part.text for part in parts),
         tuple(token_id for part in parts for token_id in part.token_ids),
         tuple(logprob for part in parts for logprob in part.logprobs),
-        last.finish_reason,
-        last.usage,
-        last.lifetime,
+        finish_reason,
+        ended.usage,
+        ended.lifetime,
     )
+
+
+def check_single(sampling: SamplingParams | None) -> None:
+    """Refuses to put several answers into one completion.
+
+    Raises:
+        InvalidArgumentError: ``n`` is more than 1.
+    """
+    if sampling is not None and sampling.n > 1:
+        raise invalid("n", sampling.n, "1 with completion(); completions() gives all answers")
 
 
 def unfinished() -> InternalError:

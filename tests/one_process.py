@@ -47,7 +47,7 @@ class OneProcess:
             fresh = request.token_ids[request.computed :]
             rows = [(fresh, request.computed, list(range(blocks)), True)]
             logits = self._decoder.forward(ModelInput.from_rows(rows, BLOCK_SIZE), cache)
-            [token] = sample(logits, [SampleSpec.of(request)])
+            [token] = sample(logits, SampleSpec.of(request))
             request.computed = len(request.token_ids)
             logprobs.append(token)
             reason = request.append(token.token_id, config.eos_token_ids)

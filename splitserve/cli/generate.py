@@ -1,6 +1,7 @@
 """``splitserve generate``."""
 
 import sys
+from collections import defaultdict
 from typing import Any
 
 import click
@@ -44,7 +45,12 @@ def command(
             request_id=request_id,
             timeout=timeout,
         )
-        lifetime = write_json(generation) if as_json else stream_text(generation)
+        if as_json:
+            lifetime = write_json(generation)
+        elif (sampling["n"] or 1) > 1:
+            lifetime = write_answers(generation)
+        else:
+            lifetime = stream_text(generation)
     if show_lifetime and lifetime is not None:
         from rich.console import Console
 
@@ -66,6 +72,18 @@ def stream_text(generation: Generation) -> Lifetime | None:
     finally:
         if written:
             click.echo()
+    return lifetime
+
+
+def write_answers(generation: Generation) -> Lifetime | None:
+    """Writes several answers, each as it ends, and returns the request's life."""
+    lifetime, texts = None, defaultdict[int, str](str)
+    with generation, cancelled_by_ctrl_c(generation):
+        for delta in generation:
+            texts[delta.index] += delta.text
+            if delta.finish_reason is not None:
+                click.echo(f"[{delta.index}] {texts[delta.index]}")
+            lifetime = delta.lifetime or lifetime
     return lifetime
 
 

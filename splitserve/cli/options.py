@@ -37,7 +37,7 @@ _SAMPLING = (
     click.option("--frequency-penalty", type=float, help="Per occurrence of a token. [0.0]"),
     click.option("--repetition-penalty", type=float, help="Divides logits of known tokens. [1.0]"),
     click.option("--logprobs", type=int, help="Report this many likely tokens each."),
-    click.option("-n", "--n", "n", type=int, help="Answers; only 1 so far. [1]"),
+    click.option("-n", "--n", "n", type=int, help="Answers. [1]"),
 )
 
 

@@ -42,16 +42,21 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+RequestKey = tuple[str, int]
+"""A ticket, and the first of the answers that it stands for."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request on one node.
+    """One request on one node; on a decode node, one of its answers.
 
     Attributes:
         request_id: The router's or client's name for it.
         token_ids: Prompt, then what has been generated.
         prompt_length: How many of them are the client's prompt.
         sampling: With ``max_tokens`` and ``seed`` set by the router.
-        ticket: The router's name for this attempt; the request's key on a node.
+        ticket: The router's name for this attempt.
+        indexes: Which of the request's answers, ascending; they have these tokens in common.
         status: Where it stands.
         block_ids: Its KV blocks in token order, on this node.
         computed: Tokens whose KV is in the cache.
@@ -63,10 +68,16 @@ class Request:
     prompt_length: int
     sampling: SamplingParams
     ticket: str
+    indexes: tuple[int, ...] = (0,)
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
     events: list[LifetimeEvent] = field(default_factory=list)
+
+    @property
+    def key(self) -> RequestKey:
+        """What its node knows it by."""
+        return self.ticket, self.indexes[0]
 
     @property
     def max_tokens(self) -> int:
@@ -81,12 +92,17 @@ class Request:
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Takes a sampled token and says whether it ends the answer."""
+        reason = self.ends_with(token_id, eos_token_ids)
         self.token_ids.append(token_id)
+        return reason
+
+    def ends_with(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether a token behind those that are there ends the answer."""
         if token_id in self.sampling.stop_token_ids:
             return FinishReason.STOP
         if token_id in eos_token_ids and not self.sampling.ignore_eos:
             return FinishReason.STOP
-        if len(self.token_ids) >= self.max_length:
+        if len(self.token_ids) + 1 >= self.max_length:
             return FinishReason.LENGTH
         return None
 
@@ -99,10 +115,14 @@ class Request:
         sample: TokenLogprob | None = None,
         finish_reason: FinishReason | None = None,
         error: SplitserveError | None = None,
+        index: int | None = None,
     ) -> "Progress":
-        """News for the router, with every event noted since the last."""
+        """News of an answer, its first unless told otherwise, with every event since the last."""
         events, self.events = self.events, []
-        progress = Progress(self.ticket, events=events, finish_reason=finish_reason, error=error)
+        index = self.indexes[0] if index is None else index
+        progress = Progress(
+            self.ticket, events=events, finish_reason=finish_reason, error=error, index=index
+        )
         if sample is not None:
             progress.token_ids.append(sample.token_id)
             if self.sampling.logprobs is not None:
@@ -112,7 +132,7 @@ class Request:
 
 @dataclass(slots=True)
 class Progress:
-    """News of one request from its node.
+    """News of one answer from its node.
 
     Attributes:
         ticket: Whose, by the attempt's ticket.
@@ -120,7 +140,8 @@ class Progress:
         logprobs: One per token, if asked for.
         events: On the node's clock.
         finish_reason: Set: the answer is complete and the node holds nothing of it.
-        error: Set: the request failed here and the node holds nothing of it.
+        error: Set: all of the ticket failed here and the node holds nothing of it.
+        index: Which of its answers.
     """
 
     ticket: str
@@ -129,3 +150,4 @@ class Progress:
     events: list[LifetimeEvent] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: SplitserveError | None = None
+    index: int = 0

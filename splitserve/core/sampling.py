@@ -9,6 +9,7 @@ DEFAULT_MAX_TOKENS = 256
 """Tokens generated when a client names no limit; clamped to what the context leaves."""
 
 MAX_LOGPROBS = 20
+MAX_ANSWERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_000
 MAX_STOP_TOKEN_IDS = 128
@@ -36,7 +37,7 @@ class SamplingParams:
         repetition_penalty: Divides positive logits (multiplies negative ones) of tokens in
             prompt and answer (Keskar et al., 2019).
         logprobs: Report each token's log-probability and those of this many likely ones.
-        n: Answers per prompt; only 1 so far.
+        n: Answers per prompt; answer i draws as one alone of ``seed + i`` does.
 
     Raises:
         InvalidArgumentError: A field is outside what is allowed.
@@ -69,7 +70,7 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_int("n", self.n, 1, 1)
+        _check_int("n", self.n, 1, MAX_ANSWERS)
         _check_int("top_k", self.top_k, 0, MAX_COUNT)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("min_p", self.min_p, 0.0, 1.0)

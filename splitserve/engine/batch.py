@@ -2,34 +2,38 @@
 
 from dataclasses import dataclass
 
-from splitserve.core.request import Request, TokenLogprob
+from splitserve.core.request import Request, RequestKey, TokenLogprob
 from splitserve.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to sample a row's next token.
+    """How to sample the next token of one answer.
 
     Attributes:
         params: The client's wishes, the seed set.
         position: Index the new token will have in prompt + answer; the sampler draws once for it.
         prompt_ids: The prompt, only when penalties need it.
         output_ids: The answer so far, only when penalties need it.
+        index: Which of a request's answers; each has its own draw.
     """
 
     params: SamplingParams
     position: int
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+    index: int = 0
 
     @classmethod
-    def of(cls, request: Request) -> "SampleSpec":
-        """How to sample the token behind all of the request's tokens."""
+    def of(cls, request: Request) -> tuple["SampleSpec", ...]:
+        """How to sample the token behind all of the request's tokens, for each of its answers."""
         params, position = request.sampling, len(request.token_ids)
-        if not params.has_penalties:
-            return cls(params, position)
-        prompt = tuple(request.token_ids[: request.prompt_length])
-        return cls(params, position, prompt, tuple(request.token_ids[request.prompt_length :]))
+        prompt: tuple[int, ...] = ()
+        output: tuple[int, ...] = ()
+        if params.has_penalties:
+            prompt = tuple(request.token_ids[: request.prompt_length])
+            output = tuple(request.token_ids[request.prompt_length :])
+        return tuple(cls(params, position, prompt, output, index) for index in request.indexes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +41,18 @@ class BatchRow:
     """One request's share of a step.
 
     Attributes:
-        ticket: Whose, by the attempt's ticket.
+        key: Whose.
         token_ids: Tokens to compute: a chunk of the prompt, or the last token.
         start: Position of the first of them; KV of all earlier ones is in the cache by then.
         block_ids: Enough blocks for ``start + len(token_ids)`` tokens, in token order.
-        sample: None for a chunk that does not end the prompt.
+        samples: One for each token to sample behind them; none if they do not end the prompt.
     """
 
-    ticket: str
+    key: RequestKey
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[int, ...]
-    sample: SampleSpec | None
+    samples: tuple[SampleSpec, ...]
 
     @classmethod
     def of(cls, request: Request, count: int, ahead: int = 0) -> "BatchRow":
@@ -62,8 +66,8 @@ class BatchRow:
         start = request.computed + ahead
         end = start + count
         tokens = tuple(request.token_ids[start:end])
-        sample = SampleSpec.of(request) if end == len(request.token_ids) else None
-        return cls(request.ticket, tokens, start, tuple(request.block_ids), sample)
+        samples = SampleSpec.of(request) if end == len(request.token_ids) else ()
+        return cls(request.key, tokens, start, tuple(request.block_ids), samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ class StepOutput:
     """What a step produced.
 
     Attributes:
-        samples: One per row of the batch, None where nothing was sampled. ``logprob`` is filled
+        samples: For each row of the batch, one per its `BatchRow.samples`. ``logprob`` is filled
             only if the row's params ask for log-probabilities.
     """
 
-    samples: tuple[TokenLogprob | None, ...]
+    samples: tuple[tuple[TokenLogprob, ...], ...]

@@ -69,5 +69,5 @@ class StepLoop:
 
     def _update(self, scheduler: Scheduler, batch: Batch, output: StepOutput) -> None:
         self.computed_tokens_total += batch.num_tokens
-        self.sampled_tokens_total += sum(sample is not None for sample in output.samples)
+        self.sampled_tokens_total += sum(map(len, output.samples))
         self._publish(scheduler.update(batch, output))

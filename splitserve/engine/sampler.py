@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splitserve.core.errors import InternalError
 from splitserve.core.request import TokenLogprob
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import MAX_SEED, SamplingParams
 from splitserve.engine.batch import SampleSpec
 
 Floats = NDArray[np.float32]
@@ -78,9 +78,9 @@ def _choose(row: Floats, likeliest: int, spec: SampleSpec) -> int:
 
 
 def uniform(spec: SampleSpec) -> float:
-    """The number in [0, 1) of this seed and position."""
-    seed = spec.params.seed
-    assert seed is not None, "the router sets the seed"
+    """The number in [0, 1) of this seed, answer and position."""
+    assert spec.params.seed is not None, "the router sets the seed"
+    seed = (spec.params.seed + spec.index) % (MAX_SEED + 1)
     word = int(np.random.Philox(key=seed, counter=spec.position).random_raw())
     return (word >> 11) * 2.0**-53
 

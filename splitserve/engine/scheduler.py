@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from splitserve.core.request import Progress, Request
+from splitserve.core.request import Progress, Request, RequestKey
 from splitserve.engine.batch import Batch, StepOutput
 
 
@@ -23,8 +23,8 @@ class Scheduler(Protocol):
     def update(self, batch: Batch, output: StepOutput) -> list[Progress]:
         """Takes a step's tokens into the requests still alive and tells their news."""
 
-    def finish(self, ticket: str) -> None:
+    def finish(self, key: RequestKey) -> None:
         """Drops a request; its blocks come back once no step writes to them.
 
-        Unknown tickets are ignored.
+        Unknown ones are ignored.
         """

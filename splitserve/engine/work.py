@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -27,8 +27,11 @@ class WorkHandler(Protocol):
             SplitserveError: The node does not take it, and holds nothing of it.
         """
 
-    def cancel(self, ticket: str) -> None:
-        """Drops whatever the node holds for the ticket; unknown tickets are ignored."""
+    def cancel(self, ticket: str, indexes: Collection[int]) -> None:
+        """Drops these answers of a ticket, at least one, and what only they need.
+
+        What the node holds no more is ignored.
+        """
 
     def renew(self, tickets: Iterable[str]) -> None:
         """Keeps leases alive."""
@@ -38,7 +41,8 @@ class _Stream:
     """One router's stream: what it has started here, and what it is yet to be told."""
 
     def __init__(self) -> None:
-        self.tickets: set[str] = set()
+        # Each ticket's answers that are not ended.
+        self.open: dict[str, set[int]] = {}
         self._news: list[Progress] = []
         self._pongs: list[work_pb2.Pong] = []
         self._changed = asyncio.Event()
@@ -96,14 +100,16 @@ class WorkStreams:
             if stream is None:
                 continue
             stream.tell(progress)
-            if progress.finish_reason is not None or progress.error is not None:
+            if progress.error is not None:
                 self.forget(progress.ticket)
+            elif progress.finish_reason is not None:
+                self._end(progress.ticket, {progress.index})
 
     def forget(self, ticket: str) -> None:
         """The node holds nothing for the ticket any more."""
         stream = self._owners.pop(ticket, None)
         if stream is not None:
-            stream.tickets.discard(ticket)
+            del stream.open[ticket]
 
     async def serve(
         self, commands: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
@@ -125,10 +131,10 @@ class WorkStreams:
             self._num_open -= 1
             reader.cancel()
             log.info(
-                "work stream ended", extra={"router_id": router_id, "dropped": len(stream.tickets)}
+                "work stream ended", extra={"router_id": router_id, "dropped": len(stream.open)}
             )
-            for ticket in list(stream.tickets):
-                self._cancel(ticket)
+            for ticket, indexes in list(stream.open.items()):
+                self._cancel(ticket, set(indexes))
 
     async def _greet(self, commands: AsyncIterator[Any]) -> str:
         command = await anext(commands, None)
@@ -146,8 +152,10 @@ class WorkStreams:
                 if kind == "start":
                     self._start(stream, command.start)
                 elif kind == "cancel":
-                    if command.cancel.ticket in stream.tickets:
-                        self._cancel(command.cancel.ticket)
+                    ticket = command.cancel.ticket
+                    held = stream.open.get(ticket, set())
+                    if indexes := held & set(command.cancel.indexes or held):
+                        self._cancel(ticket, indexes)
                 elif kind == "ping":
                     stream.pong(
                         work_pb2.Pong(sequence=command.ping.sequence, time_ns=time.time_ns())
@@ -164,12 +172,18 @@ class WorkStreams:
         if ticket in self._owners:
             raise InvalidArgumentError("ticket: given to two requests")
         self._owners[ticket] = stream
-        stream.tickets.add(ticket)
+        stream.open[ticket] = set(start.assignment.indexes or (0,))
         try:
             self._handler.start(start)
         except SplitserveError as error:
             self.publish([Progress(ticket, error=error)])
 
-    def _cancel(self, ticket: str) -> None:
-        self.forget(ticket)
-        self._handler.cancel(ticket)
+    def _cancel(self, ticket: str, indexes: set[int]) -> None:
+        self._end(ticket, indexes)
+        self._handler.cancel(ticket, indexes)
+
+    def _end(self, ticket: str, indexes: set[int]) -> None:
+        stream = self._owners[ticket]
+        stream.open[ticket] -= indexes
+        if not stream.open[ticket]:
+            self.forget(ticket)

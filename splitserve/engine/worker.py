@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from splitserve import native
 from splitserve.core.errors import SplitserveError
 from splitserve.core.logs import configure_logs
-from splitserve.core.request import TokenLogprob
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.batch import Batch, BatchRow, SampleSpec, StepOutput
 from splitserve.engine.messages import BlockingChannel, Failure, Ready, Reply, Start
@@ -34,6 +34,7 @@ from splitserve.kv.memory import remove, segment_name
 from splitserve.model.decoder import Decoder, ModelInput
 from splitserve.model.loader import load_decoder
 from splitserve.transfer.shm import TRANSPORT, ShmExporter, ShmImporter
+from splitserve.transfer.transport import PullJob, PullResult
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Worker:
         self._max_model_len = shape.max_model_len
         self._trace = StepTrace(_trace_path(start), start.rank)
         self._exporter = ShmExporter(self._cache)
-        self.importer = ShmImporter(self._cache, start.rank)
+        self._importer = ShmImporter(self._cache, start.rank)
 
     @property
     def samples(self) -> bool:
@@ -84,8 +85,8 @@ class Worker:
         """
         spec = SampleSpec(SamplingParams(seed=0), 0)
         count = min(self._cache.layout.block_size, self._max_model_len)
-        prompt = BatchRow("", (0,) * count, 0, (0,), spec)
-        token = BatchRow("", (0,), count - 1, (0,), spec)
+        prompt = BatchRow(("", 0), (0,) * count, 0, (0,), (spec,))
+        token = BatchRow(("", 0), (0,), count - 1, (0,), (spec,))
         for row in (prompt, token):
             self.execute(Batch((row,)))
 
@@ -95,9 +96,7 @@ class Worker:
 
     def execute(self, batch: Batch) -> StepOutput | None:
         """Computes this rank's part of a step; None unless it is the rank that samples."""
-        rows = [
-            (row.token_ids, row.start, row.block_ids, row.sample is not None) for row in batch.rows
-        ]
+        rows = [(row.token_ids, row.start, row.block_ids, bool(row.samples)) for row in batch.rows]
         model_input = ModelInput.from_rows(rows, self._cache.layout.block_size)
         hidden = None
         if not self._part.is_first:
@@ -110,18 +109,29 @@ class Worker:
             self._ranks.send(out)
         return output
 
+    def pull(self, job: PullJob) -> PullResult:
+        """Copies a ticket's KV into this rank's blocks, beside steps; see `KVImporter.pull`."""
+        result = self._importer.pull(job)
+        for source, target in job.copies:
+            self._cache.raw[target] = self._cache.raw[source]
+        return result
+
+    def drop_dead_peers(self) -> None:
+        """Gives back the memory of peers that are gone."""
+        self._importer.drop_dead()
+
     def close(self) -> None:
         """Takes the KV's name away."""
         self._exporter.close()
 
 
 def _sampled(batch: Batch, logits: Tensor) -> StepOutput:
-    specs = [row.sample for row in batch.rows if row.sample is not None]
-    sampled = iter(sample(logits, specs))
-    samples: list[TokenLogprob | None] = [
-        None if row.sample is None else next(sampled) for row in batch.rows
-    ]
-    return StepOutput(tuple(samples))
+    """Samples from one row of logits for each row of the batch that asks for it."""
+    counts = [len(row.samples) for row in batch.rows if row.samples]
+    if max(counts, default=0) > 1:
+        logits = logits.repeat_interleave(torch.tensor(counts), dim=0)
+    sampled = iter(sample(logits, [spec for row in batch.rows for spec in row.samples]))
+    return StepOutput(tuple(tuple(islice(sampled, len(row.samples))) for row in batch.rows))
 
 
 def _trace_path(start: Start) -> Path | None:
@@ -172,18 +182,18 @@ def _serve_steps(worker: Worker, steps: BlockingChannel) -> None:
             steps.send(Reply(call.call_id, output))
 
 
-def _serve_pulls(importer: ShmImporter, pulls: BlockingChannel) -> None:
+def _serve_pulls(worker: Worker, pulls: BlockingChannel) -> None:
     """One at a time; those that wait do so in the socket."""
     while True:
         if not pulls.wait(PEER_CHECK_INTERVAL_S):
-            importer.drop_dead()
+            worker.drop_dead_peers()
             continue
         call = pulls.receive()
         if call is None:
             return
         result: Any
         try:
-            result = importer.pull(call.work)
+            result = worker.pull(call.work)
         except Exception as error:
             result = Failure.of(error)
             expected = isinstance(error, SplitserveError)
@@ -223,7 +233,7 @@ def _run(
         steps.send(Failure.of(error))
         return 1
     steps.send(worker.ready())
-    threading.Thread(target=_serve_pulls, args=(worker.importer, pulls), daemon=True).start()
+    threading.Thread(target=_serve_pulls, args=(worker, pulls), daemon=True).start()
     try:
         _serve_steps(worker, steps)
     except Exception:

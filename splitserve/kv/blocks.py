@@ -58,6 +58,8 @@ class BlockManager:
         # A stack: the block freed last is the likeliest to be in the processor's cache.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._held: Counter[BlockState] = Counter()
+        # Owners of a block beyond its first; each of them frees it once.
+        self._more_owners: Counter[int] = Counter()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -91,6 +93,12 @@ class BlockManager:
         self._mark(taken, BlockState.OWNED)
         return taken
 
+    def share(self, block_ids: Iterable[int], owners: int) -> None:
+        """Gives owned blocks so many owners in all; the last one's `free` gives them back."""
+        for block_id in block_ids:
+            assert self._state[block_id] is BlockState.OWNED, f"block {block_id} is not owned"
+            self._more_owners[block_id] += owners - 1
+
     def lease(self, block_ids: Iterable[int]) -> None:
         """Holds a request's blocks for a decode node: owned to leased."""
         self._move(block_ids, BlockState.LEASED)
@@ -100,10 +108,12 @@ class BlockManager:
         self._move(block_ids, BlockState.QUARANTINED)
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Gives blocks back, whoever holds them."""
+        """Gives blocks back, whoever holds them; shared ones are kept for their other owners."""
         ids = list(block_ids)
-        self._move(ids, BlockState.FREE)
-        self._free.extend(reversed(ids))
+        last = [block_id for block_id in ids if not self._more_owners[block_id]]
+        self._move(last, BlockState.FREE)
+        self._more_owners -= Counter(ids)
+        self._free.extend(reversed(last))
         self.on_free()
 
     def _move(self, block_ids: Iterable[int], to: BlockState) -> None:
@@ -111,6 +121,7 @@ class BlockManager:
         # Check all before any moves: a caller's mistake must not leave half a move behind.
         assert len(set(ids)) == len(ids), f"a block is named twice: {ids}"
         for block_id in ids:
+            assert not self._more_owners[block_id], f"block {block_id} is shared"
             move = (self._state[block_id], to)
             assert move in _MOVES, f"block {block_id}: {move[0].value} cannot become {to.value}"
         self._mark(ids, to)

@@ -1,6 +1,8 @@
 """Proto to vocabulary and back; the only place that knows both."""
 
-from splitserve.core.errors import error_from_code
+from dataclasses import replace
+
+from splitserve.core.errors import error_from_code, invalid
 from splitserve.core.lifetime import KvTransfer, Lifetime, LifetimeEvent, LifetimeEventKind
 from splitserve.core.node import NodeInfo, NodeKind, NodeStatus
 from splitserve.core.request import FinishReason, Progress, Request, TokenLogprob
@@ -112,9 +114,10 @@ def lifetime_from_proto(message: common_pb2.Lifetime) -> Lifetime:
 
 
 def progress_to_proto(progress: Progress) -> work_pb2.Progress:
-    """News of one request."""
+    """News of one answer."""
     message = work_pb2.Progress(
         ticket=progress.ticket,
+        index=progress.index,
         token_ids=progress.token_ids,
         logprobs=map(logprob_to_proto, progress.logprobs),
         events=map(event_to_proto, progress.events),
@@ -127,7 +130,7 @@ def progress_to_proto(progress: Progress) -> work_pb2.Progress:
 
 
 def progress_from_proto(message: work_pb2.Progress) -> Progress:
-    """News of one request."""
+    """News of one answer."""
     failed = message.HasField("error")
     return Progress(
         message.ticket,
@@ -136,6 +139,7 @@ def progress_from_proto(message: work_pb2.Progress) -> Progress:
         [event_from_proto(event) for event in message.events],
         finish_reason_from_proto(message.finish_reason),
         error_from_code(message.error.code, message.error.message) if failed else None,
+        message.index,
     )
 
 
@@ -147,6 +151,7 @@ def request_to_proto(request: Request) -> work_pb2.Assignment:
         prompt_length=request.prompt_length,
         sampling=sampling_to_proto(request.sampling),
         ticket=request.ticket,
+        indexes=request.indexes,
     )
 
 
@@ -154,15 +159,40 @@ def request_from_proto(message: work_pb2.Assignment) -> Request:
     """A request, as its node starts with it.
 
     Raises:
-        InvalidArgumentError: Its sampling parameters are not allowed.
+        InvalidArgumentError: Its sampling parameters or its answers are not allowed.
     """
+    indexes = tuple(message.indexes) or (0,)
+    if list(indexes) != sorted(set(indexes)):
+        raise invalid("indexes", indexes, "each answer once, in ascending order")
     return Request(
         request_id=message.request_id,
         token_ids=list(message.token_ids),
         prompt_length=message.prompt_length,
         sampling=sampling_from_proto(message.sampling),
         ticket=message.ticket,
+        indexes=indexes,
     )
+
+
+def answers_from_proto(message: work_pb2.DecodeStart) -> list[Request]:
+    """A request's answers, as a decode node starts with them: each one's last token has no KV.
+
+    Raises:
+        InvalidArgumentError: They are not one token each, or something else is not allowed.
+    """
+    request, tokens = request_from_proto(message.assignment), message.next_token_ids
+    if len(tokens) != len(request.indexes):
+        raise invalid("next_token_ids", len(tokens), f"{len(request.indexes)}, one per answer")
+    return [
+        replace(
+            request,
+            token_ids=[*request.token_ids, token],
+            indexes=(index,),
+            block_ids=[],
+            events=[],
+        )
+        for index, token in zip(request.indexes, tokens, strict=True)
+    ]
 
 
 _INFO_SCALARS = (

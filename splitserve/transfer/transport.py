@@ -13,10 +13,12 @@ class PullJob:
     Attributes:
         handle: Where the source's blocks lie.
         block_ids: Target blocks in token order, enough for ``handle.num_tokens``.
+        copies: Target blocks to copy afterwards, ``(from, to)``.
     """
 
     handle: KvHandle
     block_ids: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Set: report each token's log-probability and those of this many most likely tokens, at most 20."""
     n: _builtins.int
-    """Number of answers. Unset: 1, the only value allowed so far."""
+    """Number of answers, at most 128; answer i draws as one alone of seed + i does. Unset: 1."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the generation; they are cut from the answer."""

@@ -151,7 +151,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt, special tokens included."""
     completion_tokens: _builtins.int
-    """Tokens generated, a final end-of-sequence token included."""
+    """Tokens generated, a final end-of-sequence token included; those of all `n` answers."""
     def __init__(
         self,
         *,
@@ -187,7 +187,7 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """Text since the last message: whole characters only, stop strings cut."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set on the last message only."""
+    """Set on each answer's last message only."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens since the last message. Their text may follow in a later message."""
@@ -198,11 +198,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """On the last message only."""
+        """Of all answers together; on the stream's last message only."""
 
     @_builtins.property
     def lifetime(self) -> _common_pb2.Lifetime:
-        """On the last message only."""
+        """On the stream's last message only."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class RouterServicer:
     """
 
     def Generate(self, request, context):
-        """Generates an answer and streams it. A stream that ends OK has carried a `finish_reason`.
+        """Generates answers and streams them. A stream that ends OK has carried a `finish_reason` for each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class RouterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
-    """Generates an answer and streams it. A stream that ends OK has carried a `finish_reason`."""
+    """Generates answers and streams them. A stream that ends OK has carried a `finish_reason` for each."""
     Abort: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]
     """Ends a running request; its stream finishes with ABORTED. NOT_FOUND if no such request runs."""
     GetLifetime: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetLifetimeRequest, _common_pb2.Lifetime]
@@ -49,7 +49,7 @@ class RouterAsyncStub(RouterStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates an answer and streams it. A stream that ends OK has carried a `finish_reason`."""
+    """Generates answers and streams them. A stream that ends OK has carried a `finish_reason` for each."""
     Abort: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a running request; its stream finishes with ABORTED. NOT_FOUND if no such request runs."""
     GetLifetime: _aio.UnaryUnaryMultiCallable[_router_pb2.GetLifetimeRequest, _common_pb2.Lifetime]  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
-        """Generates an answer and streams it. A stream that ends OK has carried a `finish_reason`."""
+        """Generates answers and streams them. A stream that ends OK has carried a `finish_reason` for each."""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -216,6 +216,7 @@ class Assignment(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     prompt_length: _builtins.int
@@ -226,11 +227,15 @@ class Assignment(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt, and what has been generated so far."""
+        """The prompt, and what has been generated so far; the same for every answer."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """How to sample; every field set by the router, the seed included."""
+
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which of the request's `n` answers, in ascending order; answer i draws with seed + i. Empty: 0."""
 
     def __init__(
         self,
@@ -240,10 +245,11 @@ class Assignment(_message.Message):
         prompt_length: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         ticket: _builtins.str = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_length", b"prompt_length", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "prompt_length", b"prompt_length", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,7 +257,7 @@ Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
 @_typing.final
 class PrefillStart(_message.Message):
-    """Compute a prompt, sample one token, and lease the KV to the ticket."""
+    """Compute a prompt, sample one token of every answer, and lease the KV to the ticket."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -275,20 +281,25 @@ Global___PrefillStart: _TypeAlias = PrefillStart  # noqa: Y015
 
 @_typing.final
 class DecodeStart(_message.Message):
-    """Pull the KV of all tokens but the last, and generate on."""
+    """Pull the KV of all tokens, and generate each answer on from its next one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     SOURCE_ADDRESS_FIELD_NUMBER: _builtins.int
     SOURCE_EPOCH_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     source_address: _builtins.str
     """Where the prefill node serves `KvSource`."""
     source_epoch: _builtins.str
     """The prefill node's epoch: another start of it is refused."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
-        """The request; its last token has no KV yet."""
+        """The request; its tokens are those that have KV."""
+
+    @_builtins.property
+    def next_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token behind them, one for each of the assignment's answers."""
 
     def __init__(
         self,
@@ -296,10 +307,11 @@ class DecodeStart(_message.Message):
         assignment: Global___Assignment | None = ...,
         source_address: _builtins.str = ...,
         source_epoch: _builtins.str = ...,
+        next_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "source_address", b"source_address", "source_epoch", b"source_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "next_token_ids", b"next_token_ids", "source_address", b"source_address", "source_epoch", b"source_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,21 +319,27 @@ Global___DecodeStart: _TypeAlias = DecodeStart  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Drop a request and all it holds on this node. Unknown tickets are ignored."""
+    """Drop a request's answers and all they hold on this node. Unknown tickets are ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """The hand-over, as in its assignment."""
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which of its answers, of a decode node's. Empty: all, and the lease."""
+
     def __init__(
         self,
         *,
         ticket: _builtins.str = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,7 +426,7 @@ class Step(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
-        """One per request with news."""
+        """One per answer with news."""
 
     def __init__(
         self,
@@ -425,7 +443,7 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """News of one request."""
+    """News of one answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -435,10 +453,13 @@ class Progress(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """The hand-over, as in its assignment: late news of an earlier attempt cannot be mistaken."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set: the answer is complete and the node holds nothing of the request."""
+    """Set: the answer is complete and the node holds nothing of it."""
+    index: _builtins.int
+    """Which of the assignment's answers."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled."""
@@ -453,7 +474,7 @@ class Progress(_message.Message):
 
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Set: the request failed here and the node holds nothing of it."""
+        """Set: all that the ticket stands for failed here, and the node holds nothing of it."""
 
     def __init__(
         self,
@@ -464,10 +485,11 @@ class Progress(_message.Message):
         events: _abc.Iterable[_common_pb2.LifetimeEvent] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         error: _common_pb2.Error | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "events", b"events", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "events", b"events", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

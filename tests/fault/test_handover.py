@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 import decode_node.pull
-from decode_node.imports import Source
+from decode_node.imports import Import, Source
 from decode_node.pull import Puller
 from prefill_node.leases import Leases
 from prefill_node.source import KvSource
@@ -64,10 +64,12 @@ class World:
 
     def request(self, ticket: str, num_tokens: int = 8) -> Request:
         tokens = list(range(num_tokens + 1))
-        return Request(ticket, tokens, num_tokens, SamplingParams(), ticket, block_ids=[5, 6])
+        return Request(ticket, tokens, num_tokens, SamplingParams(), ticket)
 
-    def pull(self, request: Request, epoch: str = EPOCH) -> "asyncio.Task":
-        return asyncio.create_task(self.puller.pull(request, Source(self.address, epoch)))
+    def pull(self, request: Request, epoch: str = EPOCH, address: str = "") -> "asyncio.Task":
+        source = Source(address or self.address, epoch)
+        item = Import([request], source, block_ids=(5, 6))
+        return asyncio.create_task(self.puller.pull(item))
 
     async def until_blocks(self, **counts: int) -> None:
         self.blocks.on_free = self.freed.set
@@ -112,7 +114,7 @@ async def test_fault_03_kv_that_never_comes_ends_the_wait(world, monkeypatch):
     address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
     async with silent:
         with pytest.raises(UnavailableError, match="did not answer within"):
-            await world.puller.pull(world.request("t"), Source(address, EPOCH))
+            await world.pull(world.request("t"), address=address)
 
 
 async def test_fault_03_a_source_that_is_gone_ends_the_wait(world):

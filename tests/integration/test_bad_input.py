@@ -62,7 +62,7 @@ def test_an_input_that_cannot_be_answered(stub, fields, names):
         (Sampling(repetition_penalty=0), ["repetition_penalty"]),
         (Sampling(presence_penalty=3), ["presence_penalty", "3"]),
         (Sampling(logprobs=21), ["logprobs", "21", "20"]),
-        (Sampling(n=2), ["n", "2"]),
+        (Sampling(n=129), ["n", "129", "128"]),
         (Sampling(stop=[""]), ["stop"]),
         (Sampling(stop_token_ids=[512]), ["stop_token_ids", "512"]),
     ],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from decode_node.imports import ImportQueue, Source
+from decode_node.imports import Import, ImportQueue, Source
 from decode_node.scheduler import DecodeScheduler
 from splitserve.core.config import EngineConfig, NodeConfig
 from splitserve.core.errors import (
@@ -44,8 +44,8 @@ class World:
         )
         self.blocks.on_free = self.queue.admit
 
-    async def _pull(self, request: Request, source: Source) -> KvTransfer:
-        done = self.pulls[request.ticket] = asyncio.get_running_loop().create_future()
+    async def _pull(self, item: Import) -> KvTransfer:
+        done = self.pulls[item.ticket] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -54,11 +54,16 @@ class World:
             raise
         return KvTransfer("test", 1, 1)
 
-    def submit(self, name: str, prompt: int = 4, max_tokens: int = 4) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, seed=1)
-        request = Request(name, list(range(10, 11 + prompt)), prompt, params, ticket=name)
-        self.queue.submit(request, SOURCE)
-        return request
+    def submit(self, name: str, prompt: int = 4, max_tokens: int = 4, n: int = 1) -> Import:
+        params = SamplingParams(max_tokens=max_tokens, seed=1, n=n)
+        tokens = range(10, 11 + prompt)
+        answers = [
+            Request(name, list(tokens), prompt, params, ticket=name, indexes=(index,))
+            for index in range(n)
+        ]
+        item = Import(answers, SOURCE)
+        self.queue.submit(item)
+        return item
 
     async def settle(self) -> None:
         for _ in range(10):
@@ -72,7 +77,7 @@ class World:
     def step(self, token: int = 7) -> dict[str, Progress]:
         batch = self.scheduler.schedule()
         assert batch is not None
-        output = StepOutput(tuple(TokenLogprob(token, 0.0) for _ in batch.rows))
+        output = StepOutput(tuple((TokenLogprob(token, 0.0),) for _ in batch.rows))
         return {p.ticket: p for p in self.scheduler.update(batch, output)}
 
 
@@ -114,7 +119,7 @@ async def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it(make_wo
     await world.settle()
     assert list(world.pulls) == ["a"]
     await world.finish_pull("a")
-    world.scheduler.finish("a")
+    world.scheduler.finish(("a", 0))
     await world.settle()
     assert list(world.pulls) == ["big"]
     await world.finish_pull("big")
@@ -162,7 +167,7 @@ async def test_fault_04_blocks_being_written_come_back_only_after_the_copy(make_
     world.submit("a")
     world.submit("b")
     await world.settle()
-    world.queue.cancel("a")
+    world.queue.cancel("a", {0})
     await world.settle()
     assert world.blocks.num_free == 0, "the copy into a's blocks still runs"
     assert list(world.pulls) == ["a"]
@@ -222,7 +227,65 @@ async def test_a_request_dropped_during_a_step_keeps_its_blocks_until_the_step_i
     await world.settle()
     await world.finish_pull("a")
     batch = world.scheduler.schedule()
-    world.scheduler.finish("a")
+    world.scheduler.finish(("a", 0))
     assert world.blocks.num_free == 6
-    assert world.scheduler.update(batch, StepOutput((TokenLogprob(7, 0.0),))) == []
+    assert world.scheduler.update(batch, StepOutput(((TokenLogprob(7, 0.0),),))) == []
     assert world.blocks.num_free == 8
+
+
+async def test_answers_share_full_blocks_and_copy_the_last_one(make_world):
+    world = make_world(num_blocks=16)
+    item = world.submit("a", prompt=6, max_tokens=4, n=3)
+    await world.settle()
+    assert world.blocks.counts.owned == 1 + 3 * 2, "one full block, and two for each answer"
+    first, *others = (answer.block_ids for answer in item.answers)
+    assert item.block_ids == tuple(first[:2])
+    assert item.copies == tuple((first[1], other[1]) for other in others)
+    assert {blocks[0] for blocks in (first, *others)} == {first[0]}
+    await world.finish_pull("a")
+    assert world.scheduler.num_running == 3
+    for index in range(3):
+        assert world.blocks.num_free == 16 - 7 + 2 * index
+        world.scheduler.finish(("a", index))
+    await world.settle()
+    assert world.blocks.num_free == 16
+
+
+async def test_a_prompt_of_full_blocks_needs_no_copy(make_world):
+    world = make_world(num_blocks=16)
+    item = world.submit("a", prompt=8, max_tokens=4, n=2)
+    await world.settle()
+    assert (len(item.block_ids), item.copies) == (2, ())
+    await world.finish_pull("a")
+
+
+async def test_an_answer_cancelled_in_mid_pull_gives_its_own_blocks_back_after_it(make_world):
+    world = make_world(num_blocks=16)
+    world.submit("a", prompt=6, max_tokens=4, n=3)
+    await world.settle()
+    world.queue.cancel("a", {0, 2})
+    await world.settle()
+    assert world.blocks.counts.owned == 7
+    await world.finish_pull("a")
+    assert world.scheduler.num_running == 1
+    assert world.blocks.counts.owned == 3
+    assert list(world.step()) == ["a"]
+    world.scheduler.finish(("a", 1))
+    assert world.blocks.num_free == 16
+
+
+async def test_a_failed_pull_of_several_answers_is_told_once(make_world):
+    world = make_world(num_blocks=16)
+    world.submit("a", prompt=6, n=3)
+    await world.settle()
+    world.pulls.pop("a").set_exception(FailedPreconditionError("lease: it ended"))
+    await world.settle()
+    assert len(world.news) == 1
+    assert world.blocks.num_free == 16
+
+
+@pytest.mark.parametrize(("n", "says"), [(3, "max_batch_size|at most 2"), (2, "4 blocks")])
+async def test_more_answers_than_can_ever_fit_are_refused_by_name(make_world, n, says):
+    world = make_world(num_blocks=4, max_batch_size=2)
+    with pytest.raises(InvalidArgumentError, match=f"n: {n}.*({says})"):
+        world.submit("a", prompt=4, max_tokens=8, n=n)

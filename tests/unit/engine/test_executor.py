@@ -33,7 +33,7 @@ from splitserve.transfer.transport import PullJob
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = tuple(range(10, 50))
-LONG_STEP = Batch((BatchRow("long", (7,) * 16_000, 0, tuple(range(1000)), None),))
+LONG_STEP = Batch((BatchRow(("long", 0), (7,) * 16_000, 0, tuple(range(1000)), ()),))
 """Seconds of work even on a fast machine."""
 
 
@@ -57,11 +57,11 @@ def spec(position: int) -> SampleSpec:
 
 
 def prompt(block_ids: tuple[int, ...], tokens: tuple[int, ...] = PROMPT) -> Batch:
-    return Batch((BatchRow("t", tokens, 0, block_ids, spec(len(tokens))),))
+    return Batch((BatchRow(("t", 0), tokens, 0, block_ids, (spec(len(tokens)),)),))
 
 
 def next_token(token: int, block_ids: tuple[int, ...], position: int = len(PROMPT)) -> Batch:
-    return Batch((BatchRow("t", (token,), position, block_ids, spec(position + 1)),))
+    return Batch((BatchRow(("t", 0), (token,), position, block_ids, (spec(position + 1),)),))
 
 
 def handle(source: Executor, block_ids: tuple[int, ...], tokens: int = len(PROMPT)) -> KvHandle:
@@ -119,22 +119,22 @@ async def test_an_executor_says_what_it_has_become(source, target):
 
 
 async def test_prompt_in_chunks_and_in_one_step_give_the_same_token(source):
-    whole = (await source.execute(prompt((1, 2, 3)))).samples[0]
-    first = Batch((BatchRow("t", PROMPT[:17], 0, (4, 5), None),))
-    assert (await source.execute(first)).samples == (None,)
-    rest = Batch((BatchRow("t", PROMPT[17:], 17, (4, 5, 6), spec(len(PROMPT))),))
-    chunked = (await source.execute(rest)).samples[0]
+    whole = (await source.execute(prompt((1, 2, 3)))).samples[0][0]
+    first = Batch((BatchRow(("t", 0), PROMPT[:17], 0, (4, 5), ()),))
+    assert (await source.execute(first)).samples == ((),)
+    rest = Batch((BatchRow(("t", 0), PROMPT[17:], 17, (4, 5, 6), (spec(len(PROMPT)),)),))
+    chunked = (await source.execute(rest)).samples[0][0]
     assert chunked.token_id == whole.token_id
     assert chunked.logprob == pytest.approx(whole.logprob, abs=1e-4)
 
 
 async def test_a_pulled_request_goes_on_as_if_it_had_stayed(source, target):
-    token = (await source.execute(prompt((9, 4, 7)))).samples[0].token_id
+    token = (await source.execute(prompt((9, 4, 7)))).samples[0][0].token_id
     result = await target.pull(PullJob(handle(source, (9, 4, 7)), (5, 3)))
     assert result.size_bytes == len(PROMPT) * source.memories[0].layout.token_bytes
     assert result.duration_ns > 0
-    stayed = (await source.execute(next_token(token, (9, 4, 7)))).samples[0]
-    moved = (await target.execute(next_token(token, (5, 3)))).samples[0]
+    stayed = (await source.execute(next_token(token, (9, 4, 7)))).samples[0][0]
+    moved = (await target.execute(next_token(token, (5, 3)))).samples[0][0]
     assert moved.token_id == stayed.token_id
     assert moved.logprob == pytest.approx(stayed.logprob, abs=1e-4)
 

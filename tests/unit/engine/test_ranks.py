@@ -91,7 +91,7 @@ async def test_both_stages_of_a_pipeline_are_busy_at_once(model, tmp_path):
 async def test_a_rank_that_dies_in_a_step_takes_all_along(model, victim):
     executor = await Executor.start(engine(model, 2, 2), new_epoch())
     pids = [worker.pid for worker in executor._workers]
-    prompt = Batch((BatchRow("t", (7,) * 1000, 0, tuple(range(63)), None),))
+    prompt = Batch((BatchRow(("t", 0), (7,) * 1000, 0, tuple(range(63)), ()),))
     step = asyncio.create_task(executor.execute(prompt))
     await asyncio.sleep(0)
     os.kill(pids[victim], signal.SIGKILL)
@@ -133,8 +133,8 @@ async def test_fault_11_a_pull_is_over_only_when_every_rank_has_its_part(model):
     target = await Executor.start(engine(model, 1, 2), new_epoch())
     try:
         spec = SampleSpec(SamplingParams(seed=3, logprobs=0), 40)
-        prompt = Batch((BatchRow("t", tuple(range(40)), 0, (4, 9, 2), spec),))
-        first = (await source.execute(prompt)).samples[0]
+        prompt = Batch((BatchRow(("t", 0), tuple(range(40)), 0, (4, 9, 2), (spec,)),))
+        first = (await source.execute(prompt)).samples[0][0]
         slow = psutil.Process(target._workers[1].pid)
         slow.suspend()
         async with asyncio.timeout(10):
@@ -152,11 +152,11 @@ async def test_fault_11_a_pull_is_over_only_when_every_rank_has_its_part(model):
 
         def token(blocks: tuple[int, ...]) -> Batch:
             spec = SampleSpec(SamplingParams(seed=3, logprobs=0), 41)
-            return Batch((BatchRow("t", (first.token_id,), 40, blocks, spec),))
+            return Batch((BatchRow(("t", 0), (first.token_id,), 40, blocks, (spec,)),))
 
         here, there = await source.execute(token((4, 9, 2))), await target.execute(token((1, 0, 5)))
-        assert here.samples[0].token_id == there.samples[0].token_id
-        assert here.samples[0].logprob == pytest.approx(there.samples[0].logprob, abs=1e-4)
+        assert here.samples[0][0].token_id == there.samples[0][0].token_id
+        assert here.samples[0][0].logprob == pytest.approx(there.samples[0][0].logprob, abs=1e-4)
     finally:
         await target.stop()
         await source.stop()

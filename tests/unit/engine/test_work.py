@@ -37,9 +37,9 @@ class Recorder:
         self.holds.add(command.assignment.ticket)
         self.changed.set()
 
-    def cancel(self, ticket: str) -> None:
+    def cancel(self, ticket: str, indexes) -> None:
         self.holds.discard(ticket)
-        self.cancelled.append(ticket)
+        self.cancelled += [ticket] * len(indexes)
         self.changed.set()
 
     def renew(self, tickets) -> None:
@@ -89,8 +89,8 @@ async def open_stream(stub, epoch: str = "epoch"):
     return call
 
 
-async def start(call, ticket: str) -> None:
-    assignment = work_pb2.Assignment(ticket=ticket, token_ids=[1], prompt_length=1)
+async def start(call, ticket: str, indexes=()) -> None:
+    assignment = work_pb2.Assignment(ticket=ticket, token_ids=[1], prompt_length=1, indexes=indexes)
     command = work_pb2.PrefillStart(assignment=assignment)
     await call.write(work_pb2.PrefillCommand(start=command))
 
@@ -178,3 +178,20 @@ async def test_pings_answer_with_the_node_s_clock_and_renewals_arrive(stub, hand
     assert pong.sequence == 41
     assert pong.time_ns > 0
     assert handler.renewed == ["x", "y"]
+
+
+async def test_answers_of_a_ticket_end_one_by_one(stub, work, handler):
+    call = await open_stream(stub)
+    await call.read()
+    await start(call, "a", indexes=[0, 1, 2])
+    await handler.until(lambda: "a" in handler.holds)
+    work.publish([Progress("a", [7], finish_reason=FinishReason.STOP, index=1)])
+    await call.read()
+    cancel = work_pb2.Cancel(ticket="a", indexes=[0, 1])
+    await call.write(work_pb2.PrefillCommand(cancel=cancel))
+    await handler.until(lambda: handler.cancelled)
+    assert handler.cancelled == ["a"], "1 had ended"
+    work.publish([Progress("a", [8], index=2)])
+    assert (await call.read()).step.progress[0].index == 2
+    call.cancel()
+    await handler.until(lambda: handler.cancelled == ["a", "a"])

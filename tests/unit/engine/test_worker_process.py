@@ -20,7 +20,7 @@ from splitserve.engine.executor import Executor
 async def main():
     config = EngineConfig(Path(sys.argv[1]), use_dummy_weights=True, num_blocks=1000)
     executor = await Executor.start(config, sys.argv[2])
-    step = executor.execute(Batch((BatchRow("", (7,) * 16_000, 0, tuple(range(1000)), None),)))
+    step = executor.execute(Batch((BatchRow(("", 0), (7,) * 16_000, 0, tuple(range(1000)), ()),)))
     task = asyncio.create_task(step)
     await asyncio.sleep(0)
     print(executor._workers[0].pid, flush=True)

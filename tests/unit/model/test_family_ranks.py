@@ -33,9 +33,9 @@ async def answers(executor: Executor) -> list[tuple[list[int], list[float]]]:
             start = len(text) - 1 if step else 0
             blocks = tuple(range(row * BLOCKS_EACH, (row + 1) * BLOCKS_EACH))
             spec = SampleSpec(GREEDY, len(text))
-            rows.append(BatchRow(str(row), tuple(text[start:]), start, blocks, spec))
+            rows.append(BatchRow((str(row), 0), tuple(text[start:]), start, blocks, (spec,)))
         output = await executor.execute(Batch(tuple(rows)))
-        for text, sample, (tokens, logprobs) in zip(texts, output.samples, found, strict=True):
+        for text, (sample,), (tokens, logprobs) in zip(texts, output.samples, found, strict=True):
             assert sample is not None
             assert sample.logprob is not None
             text.append(sample.token_id)

@@ -45,6 +45,16 @@ class Ownership(RuleBasedStateMachine):
     def finish_prompt(self, block_ids: list[int]):
         self.blocks.free(block_ids)
 
+    @rule(block_ids=consumes(owned), owners=st.integers(1, 4))
+    def share(self, block_ids: list[int], owners: int):
+        free = self.blocks.num_free
+        self.blocks.share(block_ids, owners)
+        for _ in range(owners - 1):
+            self.blocks.free(block_ids)
+            assert self.blocks.num_free == free, "another owner still needs them"
+        self.blocks.free(block_ids)
+        assert self.blocks.num_free == free + len(block_ids)
+
     @rule(target=tickets, block_ids=consumes(owned))
     def grant(self, block_ids: list[int]):
         ticket = f"ticket-{self.next_ticket}"

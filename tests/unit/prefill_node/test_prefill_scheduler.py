@@ -25,9 +25,11 @@ class World:
         self.leases = Leases(self.blocks, ttl_s=60.0)
         self.scheduler = PrefillScheduler(config, self.blocks, self.leases, frozenset({EOS}))
 
-    def add(self, name: str, length: int, **sampling: object) -> Request:
+    def add(
+        self, name: str, length: int, indexes: tuple[int, ...] = (0,), **sampling: object
+    ) -> Request:
         params = SamplingParams(**({"max_tokens": 8, "seed": 1} | sampling))
-        request = Request(name, list(range(10, 10 + length)), length, params, ticket=name)
+        request = Request(name, list(range(10, 10 + length)), length, params, name, indexes)
         self.scheduler.add(request)
         return request
 
@@ -37,14 +39,18 @@ class World:
         return batch, self.finish_step(batch, token)
 
     def finish_step(self, batch: Batch, token: int = 7) -> dict:
-        samples = tuple(TokenLogprob(token, 0.0) if row.sample else None for row in batch.rows)
+        samples = tuple(
+            tuple(TokenLogprob(token + spec.index, 0.0) for spec in row.samples)
+            for row in batch.rows
+        )
         news = self.scheduler.update(batch, StepOutput(samples))
         self.blocks.check()
+        self.news = news
         return {progress.ticket: progress for progress in news}
 
 
 def chunks(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(row.ticket, row.start, len(row.token_ids)) for row in batch.rows]
+    return [(row.key[0], row.start, len(row.token_ids)) for row in batch.rows]
 
 
 def test_chunks_of_several_prompts_share_a_step_in_order_of_arrival():
@@ -60,10 +66,9 @@ def test_chunks_of_several_prompts_share_a_step_in_order_of_arrival():
 def test_only_the_chunk_that_ends_a_prompt_samples():
     world = World(max_tokens_per_batch=4)
     world.add("a", 10)
-    samples = [world.step()[0].rows[0].sample for _ in range(3)]
-    assert samples[:2] == [None, None]
-    assert samples[2] is not None
-    assert samples[2].position == 10
+    samples = [world.step()[0].rows[0].samples for _ in range(3)]
+    assert samples[:2] == [(), ()]
+    assert [spec.position for spec in samples[2]] == [10]
 
 
 def test_fault_07_leased_kv_fills_the_cache_and_no_new_prompt_starts():
@@ -113,7 +118,7 @@ def test_fault_14_a_cancelled_prompt_stops_at_the_next_chunk():
     world = World(max_tokens_per_batch=4, num_blocks=100)
     world.add("long", 300)
     batch = world.scheduler.schedule()
-    world.scheduler.finish("long")
+    world.scheduler.finish(("long", 0))
     assert world.blocks.num_free == 25, "the running step still writes to its blocks"
     assert world.finish_step(batch) == {}
     assert world.blocks.num_free == 100
@@ -123,7 +128,7 @@ def test_fault_14_a_cancelled_prompt_stops_at_the_next_chunk():
 def test_a_prompt_cancelled_before_it_began_is_forgotten():
     world = World()
     world.add("a", 5)
-    world.scheduler.finish("a")
+    world.scheduler.finish(("a", 0))
     assert world.scheduler.schedule() is None
     assert world.scheduler.num_waiting == 0
 
@@ -158,3 +163,26 @@ def test_no_more_prompts_than_the_batch_size_share_a_step():
         world.add(name, 2)
     assert [ticket for ticket, _, _ in chunks(world.step()[0])] == ["a", "b"]
     assert [ticket for ticket, _, _ in chunks(world.step()[0])] == ["c"]
+
+
+def test_several_answers_are_one_prompt_one_lease_and_a_token_each():
+    world = World()
+    world.add("a", 6, (0, 2, 3), n=4)
+    world.step(EOS)
+    assert [(p.index, p.token_ids, p.finish_reason) for p in world.news] == [
+        (0, [EOS], FinishReason.STOP),
+        (2, [EOS + 2], None),
+        (3, [EOS + 3], None),
+    ]
+    assert [bool(p.events) for p in world.news] == [True, False, False]
+    assert "a" in world.leases
+    assert world.blocks.counts.leased == 2
+
+
+def test_answers_that_all_end_with_their_first_token_lease_nothing():
+    world = World()
+    world.add("a", 6, (0, 1), n=2, max_tokens=1)
+    world.step()
+    assert {p.finish_reason for p in world.news} == {FinishReason.LENGTH}
+    assert "a" not in world.leases
+    assert world.blocks.num_free == 16

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from itertools import product
 from typing import Any
 
 import grpc
@@ -19,13 +20,13 @@ from splitserve.v1 import common_pb2, node_pb2, node_pb2_grpc, work_pb2, work_pb
 WAIT_S = 10.0
 
 
-def token_at(position: int) -> int:
-    """The model of these tests: a token depends on its position alone."""
-    return 10 + position % 200
+def token_at(position: int, index: int = 0) -> int:
+    """The model of these tests: a token depends on its position and answer alone."""
+    return 10 + position % 200 + 200 * (index % 2)
 
 
-def tokens_of(prompt_length: int, count: int) -> list[int]:
-    return [token_at(position) for position in range(prompt_length, prompt_length + count)]
+def tokens_of(prompt_length: int, count: int, index: int = 0) -> list[int]:
+    return [token_at(position, index) for position in range(prompt_length, prompt_length + count)]
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
@@ -40,30 +41,35 @@ Behaviour = Callable[["ScriptedNode", Any], None]
 def prefill(node: "ScriptedNode", start: Any) -> None:
     """Computes at once, as a prefill node does."""
     assignment = start.assignment
-    token = token_at(len(assignment.token_ids))
-    done = (
-        len(assignment.token_ids) + 1 >= assignment.prompt_length + assignment.sampling.max_tokens
-    )
-    node.tell(
-        assignment.ticket,
-        [token],
-        [Kind.PREFILL_BEGIN, Kind.PREFILL_END],
-        finish_reason=2 if done else 0,
-    )
+    length = len(assignment.token_ids)
+    done = length + 1 >= assignment.prompt_length + assignment.sampling.max_tokens
+    events = [Kind.PREFILL_BEGIN, Kind.PREFILL_END]
+    for index in assignment.indexes:
+        node.tell(
+            assignment.ticket,
+            [token_at(length, index)],
+            events,
+            index=index,
+            finish_reason=2 if done else 0,
+        )
+        events = []
 
 
 def decode(node: "ScriptedNode", start: Any, steps: int | None = None) -> None:
     """Pulls and generates at once, up to the end or for some steps only."""
     assignment = start.assignment
     end = assignment.prompt_length + assignment.sampling.max_tokens
-    stop = end if steps is None else min(end, len(assignment.token_ids) + steps)
+    begin = len(assignment.token_ids) + 1
+    assert len(start.next_token_ids) == len(assignment.indexes)
+    stop = end if steps is None else min(end, begin + steps)
     events = [Kind.MIGRATION_BEGIN, Kind.MIGRATION_END, Kind.DECODE_BEGIN]
-    for position in range(len(assignment.token_ids), stop):
+    for position, index in product(range(begin, stop), assignment.indexes):
         last = position == end - 1
         node.tell(
             assignment.ticket,
-            [token_at(position)],
+            [token_at(position, index)],
             events + [Kind.DECODE_END] * last,
+            index=index,
             finish_reason=2 if last else 0,
         )
         events = []
@@ -92,6 +98,7 @@ class ScriptedNode(
         self.answers_status = True
         self.starts: list[Any] = []
         self.cancels: list[str] = []
+        self.cancelled_answers: list[int] = []
         self.renewed: set[str] = set()
         self.join_error: grpc.aio.AioRpcError | None = None
         self.joined = asyncio.Event()
@@ -167,12 +174,14 @@ class ScriptedNode(
         token_ids: list[int] | None = None,
         events: list[Kind] | None = None,
         *,
+        index: int = 0,
         finish_reason: int = 0,
         error: tuple[str, str] | None = None,
         logprobs: list[common_pb2.TokenLogprob] | None = None,
     ) -> None:
         progress = work_pb2.Progress(
             ticket=ticket,
+            index=index,
             token_ids=token_ids or [],
             logprobs=logprobs or [],
             events=[
@@ -210,7 +219,10 @@ class ScriptedNode(
                 self.starts.append(command.start)
                 self.behave(self, command.start)
             elif kind == "cancel":
-                self.cancels.append(command.cancel.ticket)
+                if command.cancel.indexes:
+                    self.cancelled_answers += command.cancel.indexes
+                else:
+                    self.cancels.append(command.cancel.ticket)
             elif kind == "renew":
                 self.renewed.update(command.renew.tickets)
             elif kind == "ping" and self.answers_pings:

@@ -46,7 +46,7 @@ def sampling(**fields: Any) -> common_pb2.SamplingParams:
         ({"prompt": "a", "sampling": sampling(top_p=0)}, "top_p"),
         ({"prompt": "a", "sampling": sampling(temperature=-1)}, "temperature"),
         ({"prompt": "a", "sampling": sampling(temperature=float("nan"))}, "temperature"),
-        ({"prompt": "a", "sampling": sampling(n=2)}, "n: 2"),
+        ({"prompt": "a", "sampling": sampling(n=129)}, "n: 129"),
         ({"prompt": "a", "sampling": sampling(stop=[""])}, "stop"),
         ({"prompt": "a", "sampling": sampling(logprobs=21)}, "logprobs"),
     ],

@@ -40,7 +40,8 @@ async def test_decode_node_lost_goes_on_elsewhere_without_gap_or_repeat(cluster:
     assert ids == tokens_of(3, 30)
     assert len({start.assignment.ticket for start in first.starts}) == 2
     assert first.starts[1].assignment.prompt_length == 3
-    assert list(healthy.starts[0].assignment.token_ids) == [1, 2, 3, *tokens_of(3, 7)]
+    assert list(healthy.starts[0].assignment.token_ids) == [1, 2, 3, *tokens_of(3, 6)]
+    assert list(healthy.starts[0].next_token_ids) == tokens_of(9, 1)
     kinds = [event.kind for event in messages[-1].lifetime.events]
     assert Kind.RETRIED.value in kinds
 

@@ -135,6 +135,25 @@ def test_equal_layouts_copy_whole_blocks_and_join_neighbours():
     )
 
 
+@given(
+    pipeline=st.integers(1, 8),
+    tensor=st.integers(1, 8),
+    heads=st.sampled_from([1, 2, 8]),
+    block_ids=st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True),
+)
+def test_equal_layouts_take_at_most_one_copy_for_each_block_and_rank(
+    pipeline, tensor, heads, block_ids
+):
+    ranks = node(8, heads, 16, pipeline, tensor)
+    for number, rank in enumerate(ranks):
+        plan = plan_transfer(ranks, rank, block_ids, block_ids, 16 * len(block_ids), spread=number)
+        assert [(region.layers, region.heads) for region in plan.regions] == [
+            (rank.layers, rank.heads)
+        ]
+        assert {run.tokens for run in plan.runs} == {16}
+        assert sum(run.blocks for run in plan.runs) == len(block_ids)
+
+
 def test_nothing_behind_the_last_token_is_copied():
     whole = layout(2, 2)
     plan = plan_transfer([whole], whole, [0, 1, 2], [3, 4, 5], 33)
