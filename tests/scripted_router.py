@@ -10,7 +10,7 @@ from typing import Any
 
 from splitserve.core.errors import NotFoundError, SplitserveError
 from splitserve.core.lifetime import KvTransfer, Lifetime, LifetimeEvent, LifetimeEventKind
-from splitserve.core.node import NodeInfo, NodeKind, NodeStatus
+from splitserve.core.node import NodeInfo, NodeKind, NodeStatus, RankInfo
 from splitserve.rpc.convert import lifetime_to_proto, node_status_to_proto
 from splitserve.rpc.server import RpcServer
 from splitserve.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -56,7 +56,7 @@ WHOLE_LIFE = life(
 PREFILL_STATUS = NodeStatus(
     NodeInfo(
         NodeKind.PREFILL, "127.0.0.1:1", "e1", "tiny", "f", 512, "float32", 16, 10, 4096,
-        ("shm", "tcp"), "0.1.0",
+        ("shm", "tcp"), "0.1.0", (RankInfo(134_500_000, 2_000_000), RankInfo(61_000, 2_000_000)),
     ),
     10, 5, 2, 2, 1, 3, 4, 0, 100, 200, True,
 )  # fmt: skip

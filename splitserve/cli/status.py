@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import click
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +40,7 @@ def command(router: str, as_json: bool) -> None:
 
 
 def draw_status(status: ClusterStatus) -> RenderableType:
-    """A line about the router, what its nodes are, and their blocks and queues."""
+    """A line about the router, what its nodes are, their blocks, queues and memory."""
     finished = ", ".join(f"{count} {name}" for name, count in sorted(status.finished.items()))
     router = Text(
         f"router {status.address}, model {status.model}: {status.queued} queued, "
@@ -47,7 +48,8 @@ def draw_status(status: ClusterStatus) -> RenderableType:
     )
     if not status.nodes:
         return Group(router, Text("no node has joined"))
-    return Group(router, Text(), _nodes(status.nodes), Text(), _counts(status.nodes))
+    tables = (_nodes(status.nodes), _counts(status.nodes), _ranks(status.nodes))
+    return Group(router, *(part for table in tables for part in (Text(), table)))
 
 
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:
@@ -65,6 +67,17 @@ def _counts(nodes: Sequence[NodeStatus]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for node in nodes:
         table.add_row(node.info.address, *(str(getattr(node, field)) for field in _COUNTS))
+    return table
+
+
+def _ranks(nodes: Sequence[NodeStatus]) -> Table:
+    table = _table("address")
+    for heading in ("rank", "weights", "KV"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for node in nodes:
+        for number, rank in enumerate(node.info.ranks):
+            sizes = map(decimal, (rank.weight_bytes, rank.kv_bytes))
+            table.add_row(node.info.address, str(number), *sizes)
     return table
 
 

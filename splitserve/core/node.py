@@ -17,6 +17,19 @@ class NodeKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What one rank of a node holds.
+
+    Attributes:
+        weight_bytes: Memory its weights take.
+        kv_bytes: Memory its KV blocks take.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """What a node is; all of it is fixed for one start of the node.
 
@@ -33,6 +46,7 @@ class NodeInfo:
         max_model_len: Most tokens of prompt and answer together.
         transports: Ways to move KV that the node can use, best first.
         version: Release of splitserve.
+        ranks: What each rank holds, in order.
     """
 
     kind: NodeKind
@@ -47,6 +61,7 @@ class NodeInfo:
     max_model_len: int
     transports: tuple[str, ...]
     version: str
+    ranks: tuple[RankInfo, ...] = ()
 
     @property
     def name(self) -> str:

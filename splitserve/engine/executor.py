@@ -9,6 +9,7 @@ from typing import Any
 
 from splitserve.core.config import WORKER_START_TIMEOUT_S, WORKER_STOP_TIMEOUT_S, EngineConfig
 from splitserve.core.errors import InternalError
+from splitserve.core.node import RankInfo
 from splitserve.engine.batch import Batch, StepOutput
 from splitserve.engine.messages import Ready, Start
 from splitserve.engine.process import WorkerProcess
@@ -30,6 +31,7 @@ class Executor:
         shape: What the node is.
         memories: Each rank's KV, as peers reach it.
         transport: How they do.
+        ranks: What each rank holds.
         depth: Steps that can be under way at once, one for each pipeline stage.
     """
 
@@ -50,6 +52,10 @@ class Executor:
         self.shape = shape
         self.memories: tuple[RankMemory, ...] = tuple(one.memory for one in ready)
         self.transport = ready[0].transport
+        self.ranks = tuple(
+            RankInfo(one.weight_bytes, shape.num_blocks * layout.block_bytes)
+            for one, layout in zip(ready, shape.layouts, strict=True)
+        )
         self.depth = config.parallel.pipeline_parallel_size
 
     @classmethod

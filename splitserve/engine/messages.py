@@ -50,10 +50,12 @@ class Ready:
     Attributes:
         memory: Its KV cache, as peers reach it.
         transport: How they do.
+        weight_bytes: Memory its weights take.
     """
 
     memory: RankMemory
     transport: str
+    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,7 @@ def _describe(config: NodeConfig, executor: Executor, address: str, epoch: str) 
         max_model_len=executor.shape.max_model_len,
         transports=(executor.transport,),
         version=splitserve.__version__,
+        ranks=executor.ranks,
     )
 
 

@@ -33,6 +33,7 @@ from splitserve.kv.cache import KVCache
 from splitserve.kv.memory import remove, segment_name
 from splitserve.model.decoder import Decoder, ModelInput
 from splitserve.model.loader import load_decoder
+from splitserve.model.size import weight_bytes
 from splitserve.transfer.shm import TRANSPORT, ShmExporter, ShmImporter
 from splitserve.transfer.transport import PullJob, PullResult
 
@@ -92,7 +93,7 @@ class Worker:
 
     def ready(self) -> Ready:
         """What this worker has become."""
-        return Ready(self._exporter.export(), TRANSPORT)
+        return Ready(self._exporter.export(), TRANSPORT, weight_bytes(self._decoder))
 
     def execute(self, batch: Batch) -> StepOutput | None:
         """Computes this rank's part of a step; None unless it is the rank that samples."""

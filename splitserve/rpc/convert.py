@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from splitserve.core.errors import error_from_code, invalid
 from splitserve.core.lifetime import KvTransfer, Lifetime, LifetimeEvent, LifetimeEventKind
-from splitserve.core.node import NodeInfo, NodeKind, NodeStatus
+from splitserve.core.node import NodeInfo, NodeKind, NodeStatus, RankInfo
 from splitserve.core.request import FinishReason, Progress, Request, TokenLogprob
 from splitserve.core.sampling import SamplingParams
 from splitserve.kv.handle import KvHandle, RankMemory
@@ -227,6 +227,10 @@ def node_info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
     return node_pb2.NodeInfo(
         kind=node_pb2.NodeKind.ValueType(info.kind.value),
         transports=info.transports,
+        ranks=[
+            node_pb2.RankInfo(weight_bytes=rank.weight_bytes, kv_bytes=rank.kv_bytes)
+            for rank in info.ranks
+        ],
         **{name: getattr(info, name) for name in _INFO_SCALARS},
     )
 
@@ -236,6 +240,7 @@ def node_info_from_proto(message: node_pb2.NodeInfo) -> NodeInfo:
     return NodeInfo(
         kind=NodeKind(message.kind),
         transports=tuple(message.transports),
+        ranks=tuple(RankInfo(rank.weight_bytes, rank.kv_bytes) for rank in message.ranks),
         **{name: getattr(message, name) for name in _INFO_SCALARS},
     )
 

@@ -61,6 +61,7 @@ class NodeInfo(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     kind: Global___NodeKind.ValueType
     """Which half of the work it does."""
     address: _builtins.str
@@ -87,6 +88,10 @@ class NodeInfo(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ways to move KV that the node can use, best first."""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
+        """What each rank holds, in order."""
+
     def __init__(
         self,
         *,
@@ -102,14 +107,41 @@ class NodeInfo(_message.Message):
         max_model_len: _builtins.int = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___RankInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "epoch", b"epoch", "kind", b"kind", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "transports", b"transports", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "epoch", b"epoch", "kind", b"kind", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "ranks", b"ranks", "transports", b"transports", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
+
+@_typing.final
+class RankInfo(_message.Message):
+    """What one rank of a node holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    weight_bytes: _builtins.int
+    """Memory its weights take, as the rank keeps them."""
+    kv_bytes: _builtins.int
+    """Memory its KV blocks take."""
+    def __init__(
+        self,
+        *,
+        weight_bytes: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankInfo: _TypeAlias = RankInfo  # noqa: Y015
 
 @_typing.final
 class JoinEvent(_message.Message):

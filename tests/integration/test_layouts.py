@@ -82,4 +82,11 @@ def test_answers_are_those_of_one_rank(judge, no_leaks, shape, prefill, decode, 
             deltas = list(stream)
             tokens = [token for delta in deltas for token in delta.token_ids]
             assert tokens == answer.token_ids
+        nodes = sorted((node.info for node in client.status().nodes), key=lambda i: i.kind.value)
+        for info, (tensor, pipeline) in zip(nodes, (prefill, decode), strict=True):
+            assert len(info.ranks) == tensor * pipeline
+            kv_heads = max(shape["kv_heads"], tensor)  # Some are on several ranks.
+            token_bytes = 2 * 4 * shape["layers"] * kv_heads * shape["head_dim"]
+            assert sum(r.kv_bytes for r in info.ranks) == 64 * info.block_size * token_bytes
+            assert all(rank.weight_bytes > 0 for rank in info.ranks)
         assert_settled(client)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import ResourceExhaustedError
 from splitserve.core.lifetime import KvTransfer, Lifetime, LifetimeEvent, LifetimeEventKind
-from splitserve.core.node import NodeInfo, NodeKind, NodeStatus
+from splitserve.core.node import NodeInfo, NodeKind, NodeStatus, RankInfo
 from splitserve.core.request import FinishReason, Progress, Request, TokenLogprob
 from splitserve.core.sampling import SamplingParams
 from splitserve.kv.handle import KvHandle, RankMemory
@@ -48,8 +48,9 @@ EVENT = LifetimeEvent(
     LifetimeEventKind.MIGRATION_END, 1_700_000_000_123_456_789, "n", KvTransfer("shm", 2**40, 7)
 )
 INFO = NodeInfo(
-    NodeKind.DECODE, "h:1", "e", "m", "f-w", 49_152, "bfloat16", 32, 99, 8192, ("shm",), "0.1"
-)
+    NodeKind.DECODE, "h:1", "e", "m", "f-w", 49_152, "bfloat16", 32, 99, 8192, ("shm",), "0.1",
+    (RankInfo(2**40, 3), RankInfo(4, 2**41)),
+)  # fmt: skip
 
 
 def test_progress():
