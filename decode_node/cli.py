@@ -8,6 +8,7 @@ from decode_node.daemon import serve
 from splitserve.core.config import NodeConfig
 from splitserve.core.node import NodeKind
 from splitserve.core.options import option
+from splitserve.engine.launch import take_rank
 from splitserve.engine.options import node_config, node_options
 from splitserve.rpc.daemon import run_daemon
 
@@ -29,7 +30,7 @@ def main() -> None:
 )
 def start(log_level: str, **options: Any) -> None:
     """Runs a decode node until it is told to stop."""
-    run_daemon(NAME, log_level, lambda: node_config(NodeKind.DECODE, **options), serve)
+    run_daemon(NAME, log_level, lambda: take_rank(node_config(NodeKind.DECODE, **options)), serve)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ SERVICES = ("splitserve.v1.DecodeNode",)
 
 async def serve(config: NodeConfig, signals: StopSignals) -> None:
     """Runs the daemon until it is told to stop or cannot go on."""
-    async with Node.open(config, SERVICES) as node:
+    async with Node.open(config, SERVICES, signals) as node:
         work = node.attach(DecodeRole(node))
         work_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeService(work), node.rpc.server)
         await node.run(signals)

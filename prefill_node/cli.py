@@ -8,6 +8,7 @@ from prefill_node.daemon import serve
 from splitserve.core.config import NodeConfig
 from splitserve.core.node import NodeKind
 from splitserve.core.options import option
+from splitserve.engine.launch import take_rank
 from splitserve.engine.options import node_config, node_options
 from splitserve.rpc.daemon import run_daemon
 
@@ -39,7 +40,7 @@ def start(log_level: str, lease_ttl: float, **options: Any) -> None:
     run_daemon(
         NAME,
         log_level,
-        lambda: node_config(NodeKind.PREFILL, lease_ttl_s=lease_ttl, **options),
+        lambda: take_rank(node_config(NodeKind.PREFILL, lease_ttl_s=lease_ttl, **options)),
         serve,
     )
 

@@ -12,7 +12,7 @@ SERVICES = ("splitserve.v1.PrefillNode", "splitserve.v1.KvSource")
 
 async def serve(config: NodeConfig, signals: StopSignals) -> None:
     """Runs the daemon until it is told to stop or cannot go on."""
-    async with Node.open(config, SERVICES) as node:
+    async with Node.open(config, SERVICES, signals) as node:
         role = PrefillRole(node)
         work = node.attach(role)
         source = KvSource(

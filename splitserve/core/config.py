@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.core.errors import invalid
+from splitserve.core.launch import Launch
 from splitserve.core.node import NodeKind
 from splitserve.core.parallel import ONE_RANK, ParallelConfig
 
@@ -81,6 +82,8 @@ class EngineConfig:
         threads: Compute threads of each rank.
         parallel: How many ranks there are, and how they share the model.
         trace_dir: Where each rank writes when it computed which step; None for nowhere.
+        launch: How a launcher started this process as one of the ranks; None if the node starts
+            them all.
 
     Raises:
         InvalidArgumentError: A value is outside what is allowed.
@@ -97,6 +100,7 @@ class EngineConfig:
     threads: int = 1
     parallel: ParallelConfig = ONE_RANK
     trace_dir: Path | None = None
+    launch: Launch | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -110,6 +114,12 @@ class EngineConfig:
             _at_least("num_blocks", self.num_blocks, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+        if self.launch is not None and self.launch.num_ranks != self.parallel.num_ranks:
+            raise invalid(
+                "WORLD_SIZE",
+                self.launch.num_ranks,
+                f"tensor_parallel_size * pipeline_parallel_size, {self.parallel.num_ranks}",
+            )
 
 
 @dataclass(frozen=True)
@@ -197,13 +207,13 @@ class RouterConfig:
             _seconds(field, getattr(self, field))
 
 
-def default_threads(num_ranks: int) -> int:
-    """Half of the processors this process may use, shared by the ranks.
+def default_threads(local_ranks: int) -> int:
+    """Half of the processors this process may use, shared by the ranks of this host.
 
     A prefill and a decode node share a machine unless somebody says otherwise; together they
     then fill it and do not fight for cores.
     """
-    return max(1, len(os.sched_getaffinity(0)) // 2 // num_ranks)
+    return max(1, len(os.sched_getaffinity(0)) // 2 // local_ranks)
 
 
 def check_address(field: str, value: str, *, dialable: bool = False) -> None:

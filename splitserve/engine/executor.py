@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +10,11 @@ from splitserve.core.config import WORKER_START_TIMEOUT_S, WORKER_STOP_TIMEOUT_S
 from splitserve.core.errors import InternalError
 from splitserve.core.node import RankInfo
 from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.launch import RankListener, listen
 from splitserve.engine.messages import Ready, Start
-from splitserve.engine.process import WorkerProcess
+from splitserve.engine.process import RankProcess, WorkerProcess
 from splitserve.engine.shape import NodeShape
+from splitserve.engine.spawn import SpawnedRank
 from splitserve.kv.handle import RankMemory
 from splitserve.kv.memory import free_bytes
 from splitserve.transfer.transport import PullJob, PullResult
@@ -66,12 +67,13 @@ class Executor:
             SplitserveError: A worker could not start; one clear sentence. None is left.
         """
         begin = time.monotonic()
-        shape = NodeShape.plan(config, free_bytes())
+        shape = NodeShape.plan(config, _free_bytes(config))
         workers: list[WorkerProcess] = []
         try:
+            await _gather(workers, config, shape, epoch)
             async with asyncio.timeout(WORKER_START_TIMEOUT_S):
-                _spawn(workers, config, shape, epoch)
-                await asyncio.gather(*(worker.connect() for worker in workers))
+                for worker in workers:
+                    worker.begin()
                 ready = await asyncio.gather(*(worker.ready for worker in workers))
         except BaseException as error:
             await _stop_all(workers, 0.0)
@@ -145,16 +147,38 @@ class Executor:
                 worker.kill()
 
 
-def _spawn(
+async def _gather(
     workers: list[WorkerProcess], config: EngineConfig, shape: NodeShape, epoch: str
 ) -> None:
-    """Starts a process per rank; those that could be started are in ``workers``."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        several = config.parallel.num_ranks > 1
-        for rank in range(config.parallel.num_ranks):
-            start = Start(config, shape, epoch, rank, port)
-            workers.append(WorkerProcess(start, listener if several and rank == 0 else None))
+    """Starts or awaits a process per rank, and links to it; ``workers`` has all there are."""
+    num_ranks, launch = config.parallel.num_ranks, config.launch
+    host = "127.0.0.1" if launch is None else launch.host
+    joining = None if launch is None or num_ranks == 1 else RankListener(launch)
+    with listen(host, 0) as meeting:
+        for rank in range(num_ranks):
+            process: RankProcess
+            if joining is not None and rank > 0:
+                process = joining.ranks[rank]
+            else:
+                process = SpawnedRank(
+                    rank,
+                    config.threads,
+                    meeting if num_ranks > 1 and rank == 0 else None,
+                    only_here=launch is None,
+                )
+            start = Start(config, shape, epoch, rank, host, meeting.getsockname()[1])
+            workers.append(WorkerProcess(start, process))
+    if joining is not None:
+        async with joining:
+            await joining.wait_joined()
+    await asyncio.gather(*(worker.connect() for worker in workers))
+
+
+def _free_bytes(config: EngineConfig) -> int:
+    """Memory that KV of all ranks can have; other hosts are taken for ones like this."""
+    if config.launch is None:
+        return free_bytes()
+    return free_bytes() * config.launch.num_ranks // config.launch.local_ranks
 
 
 async def _all_done(calls: Sequence[asyncio.Future[Any]]) -> list[Any]:

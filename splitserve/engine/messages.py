@@ -1,4 +1,4 @@
-"""What a node and its worker say to each other over inherited sockets, and how it is framed.
+"""What a node and its worker say to each other over their sockets, and how it is framed.
 
 Plain frozen data, pickled: both ends are one release of one program, and nobody else holds the
 sockets. A frame is four bytes of length, then the message.
@@ -33,13 +33,15 @@ class Start:
         shape: What that makes of the node.
         epoch: This start of the node.
         rank: Which of its ranks the worker is.
-        port: Where the ranks meet.
+        host: Where the ranks meet.
+        port: The port there.
     """
 
     config: EngineConfig
     shape: NodeShape
     epoch: str
     rank: int
+    host: str
     port: int
 
 
@@ -144,7 +146,7 @@ class BlockingChannel:
         """Sends a message; a node that is gone hears nothing."""
         try:
             self._socket.sendall(encode(message))
-        except (BrokenPipeError, ConnectionResetError):
+        except (ConnectionError, TimeoutError):
             return
 
     def receive(self) -> Any | None:
@@ -162,7 +164,7 @@ class BlockingChannel:
         while rest:
             try:
                 count = self._socket.recv_into(rest)
-            except ConnectionResetError:
+            except (ConnectionError, TimeoutError):
                 return None
             if not count:
                 return None

@@ -76,11 +76,14 @@ class Node:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, config: NodeConfig, services: Sequence[str]) -> AsyncIterator["Node"]:
+    async def open(
+        cls, config: NodeConfig, services: Sequence[str], signals: StopSignals
+    ) -> AsyncIterator["Node"]:
         """Takes the address, starts the workers, and stops both whatever happens.
 
         Raises:
             SplitserveError: The address or the model cannot be used; one clear sentence.
+            StoppedError: Told to stop while the workers start.
         """
         rpc = RpcServer((*services, "splitserve.v1.NodeControl"))
         bound = rpc.bind(config.listen)
@@ -90,7 +93,7 @@ class Node:
         for name in sweep_stale():
             log.warning("removed a dead node's memory", extra={"segment": name})
         epoch = new_epoch()
-        executor = await Executor.start(config.engine, epoch)
+        executor = await signals.unless_told(Executor.start(config.engine, epoch))
         try:
             yield cls(config, rpc, executor, _describe(config, executor, advertise, epoch))
         finally:

@@ -1,5 +1,6 @@
 """The command line that both kinds of node share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import click
 
 from splitserve.core.config import DEVICES, DTYPES, EngineConfig, NodeConfig, default_threads
+from splitserve.core.launch import Launch
 from splitserve.core.node import NodeKind
 from splitserve.core.options import LOG_LEVELS, Command, option
 from splitserve.core.parallel import ParallelConfig
@@ -53,6 +55,8 @@ def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
             default=ParallelConfig.pipeline_parallel_size),
         opt("--pipeline-layers", "Layers of each stage, for example 8,8,7,7.", type=LayerCounts(),
             default="", show_default="shared out evenly"),
+        opt("--launcher", "Who starts the ranks: the node, or torchrun, on any hosts.",
+            default="spawn", type=click.Choice(("spawn", "torchrun"))),
         opt("--threads", "Compute threads of each rank.", type=int,
             show_default="half of the processors, shared by the ranks"),
         opt("--max-batch-size", "Most requests in a step.", default=NodeConfig.max_batch_size),
@@ -95,6 +99,7 @@ def node_config(
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     pipeline_layers: tuple[int, ...],
+    launcher: str,
     threads: int | None,
     trace_dir: Path | None,
     join_timeout: float,
@@ -107,6 +112,8 @@ def node_config(
         InvalidArgumentError: A value is outside what is allowed.
     """
     parallel = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, pipeline_layers)
+    launch = Launch.from_environment(os.environ) if launcher == "torchrun" else None
+    local_ranks = parallel.num_ranks if launch is None else launch.local_ranks
     engine = EngineConfig(
         model=model,
         dtype=dtype,
@@ -116,9 +123,10 @@ def node_config(
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        threads=default_threads(parallel.num_ranks) if threads is None else threads,
+        threads=default_threads(local_ranks) if threads is None else threads,
         parallel=parallel,
         trace_dir=trace_dir,
+        launch=launch,
     )
     return NodeConfig(
         kind, engine, join_timeout_s=join_timeout, drain_timeout_s=drain_timeout, **limits

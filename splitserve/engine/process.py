@@ -1,14 +1,10 @@
-"""One worker process, as its node sees it."""
+"""One worker, as its node sees it: a process, and two links to it."""
 
 import asyncio
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from splitserve.core.errors import InternalError
 from splitserve.engine.batch import Batch
@@ -24,8 +20,28 @@ PULL_TIMEOUT_S = 60.0
 EXIT_GRACE_S = 1.0
 """How long a worker that has closed a socket may take to exit before it is killed."""
 
-_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+class RankProcess(Protocol):
+    """A rank's process, however it came to be.
+
+    Attributes:
+        ended: How it ended; set once nothing of it runs.
+    """
+
+    ended: asyncio.Future[str]
+
+    @property
+    def name(self) -> str:
+        """Which process it is, for people."""
+
+    async def connect(self) -> tuple[socket.socket, socket.socket]:
+        """The node's ends of the sockets for steps and for pulls."""
+
+    def kill(self) -> None:
+        """Ends it at once; one that has ended stays so."""
+
+    def close(self) -> None:
+        """Lets go of what the node held for it, once it has ended."""
 
 
 class _Link(asyncio.Protocol):
@@ -73,20 +89,21 @@ class _Link(asyncio.Protocol):
 
 
 class WorkerProcess:
-    """A rank's process, started at once; `connect` makes it a worker.
+    """A rank's process made a worker: `connect`, then `begin`.
 
     Args:
         start: What it is to be.
-        listener: The socket where ranks meet, for the first of several.
+        process: What is to be it.
 
     Attributes:
-        pid: The process's id.
+        process: That.
         ready: What the worker has become, or why it could not.
-        ended: Why the process ended; set once nothing of it runs, and all its calls are over.
+        ended: Why it ended; set once nothing of it runs, and all its calls are over.
     """
 
-    def __init__(self, start: Start, listener: socket.socket | None) -> None:
+    def __init__(self, start: Start, process: RankProcess) -> None:
         loop = asyncio.get_running_loop()
+        self.process = process
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._start = start
@@ -95,32 +112,24 @@ class WorkerProcess:
         self._fault: Failure | None = None
         self._steps: _Link | None = None
         self._pulls: _Link | None = None
-        steps, their_steps = socket.socketpair()
-        pulls, their_pulls = socket.socketpair()
-        # The worker leaves when nobody has the other end any more, however that came about.
-        their_death, self._death_fd = os.pipe()
-        self._sockets = (steps, pulls)
-        fds = (their_steps.fileno(), their_pulls.fileno(), their_death)
-        self._process = _popen(start, fds, listener)
-        self.pid = self._process.pid
-        their_steps.close()
-        their_pulls.close()
-        os.close(their_death)
         # The process and its links; it has ended, and all it said is heard, when all have.
         self._open_ends = 1
-        self._pid_fd = os.pidfd_open(self.pid)
-        loop.add_reader(self._pid_fd, self._on_exit)
-        log.info("worker started", extra={"rank": start.rank, "pid": self.pid})
+        process.ended.add_done_callback(lambda _: self._on_end())
 
     async def connect(self) -> None:
+        """Waits for the process, if it has to come first, and links to it."""
+        steps, pulls = await self.process.connect()
+        self._steps, self._pulls = await self._link(steps), await self._link(pulls)
+
+    def begin(self) -> None:
         """Tells the process what to be; `ready` says what came of it."""
-        self._steps, self._pulls = [await self._link(end) for end in self._sockets]
+        assert self._steps is not None, "connected before it is told"
         self._steps.send(self._start)
 
     async def _link(self, end: socket.socket) -> _Link:
         end.setblocking(False)
-        _, link = await asyncio.get_running_loop().create_unix_connection(
-            lambda: _Link(self._on_open, self._on_message, self._on_end), sock=end
+        _, link = await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: _Link(self._on_open, self._on_message, self._on_end), end
         )
         return link
 
@@ -151,9 +160,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends the process at once."""
-        if self._process.returncode is None:
-            log.info("worker killed", extra={"rank": self._start.rank, "pid": self.pid})
-            self._process.kill()
+        if not self.process.ended.done():
+            log.info("worker killed", extra={"rank": self._start.rank})
+            self.process.kill()
 
     def _call(self, link: _Link | None, work: Batch | PullJob) -> asyncio.Future[Any]:
         assert link is not None, "connected before it is called"
@@ -183,26 +192,20 @@ class WorkerProcess:
     def _on_open(self) -> None:
         self._open_ends += 1
 
-    def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pid_fd)
-        os.close(self._pid_fd)
-        self._process.wait()
-        self._on_end()
-
     def _on_end(self) -> None:
         self._open_ends -= 1
         if self._open_ends == 0 and not self.ended.done():
             self._conclude()
-        elif self._process.returncode is None:
+        elif not self.process.ended.done():
             # Half a worker is none; but let one that leaves by itself tell its exit code.
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, self.kill)
 
     def _conclude(self) -> None:
-        os.close(self._death_fd)
-        for end in self._sockets:
-            end.close()
+        self.process.close()
         remove(segment_name(self._start.epoch, self._start.rank))
-        reason = _describe_exit(self._start, self._process)
+        ranks = self._start.config.parallel.num_ranks
+        which = f" (rank {self._start.rank} of {ranks})" if ranks > 1 else ""
+        reason = f"{self.process.name}{which} {self.process.ended.result()}"
         if self._fault is not None:
             reason += f": {self._fault.message}"
         self.ended.set_result(reason)
@@ -210,38 +213,6 @@ class WorkerProcess:
         calls, self._calls = self._calls, {}
         for future in calls.values():
             _fail(future, InternalError(reason))
-
-
-def _popen(
-    start: Start, fds: tuple[int, int, int], listener: socket.socket | None
-) -> subprocess.Popen[bytes]:
-    command = [
-        *(sys.executable, "-m", "splitserve.engine.worker", "--rank", str(start.rank)),
-        *("--steps-fd", str(fds[0]), "--pulls-fd", str(fds[1]), "--death-fd", str(fds[2])),
-        *("--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())),
-    ]
-    passed = list(fds)
-    if listener is not None:
-        passed.append(listener.fileno())
-        command += ["--listener-fd", str(listener.fileno())]
-    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(start.config.threads))
-    # Ranks of one host meet on it, whatever its name resolves to.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # A terminal's Ctrl-C and a supervisor's SIGTERM reach the worker too; it must stay until the
-    # node has drained. It inherits the mask, so that they never do, from its first instruction.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-    try:
-        return subprocess.Popen(command, pass_fds=passed, env=environment, stdin=subprocess.DEVNULL)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _describe_exit(start: Start, process: subprocess.Popen[bytes]) -> str:
-    code = process.returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    ranks = start.config.parallel.num_ranks
-    which = f" (rank {start.rank} of {ranks})" if ranks > 1 else ""
-    return f"worker process {process.pid}{which} {how}"
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

@@ -23,19 +23,25 @@ class Ranks:
     Args:
         parallel: How many there are.
         rank: This one.
-        port: Where they meet, on this host; not used by a rank that is alone.
+        host: Where they meet; not used by a rank that is alone.
+        port: The port there.
         listener: The first rank's: the socket that listens there.
     """
 
     def __init__(
-        self, parallel: ParallelConfig, rank: int, port: int, listener: socket.socket | None
+        self,
+        parallel: ParallelConfig,
+        rank: int,
+        host: str,
+        port: int,
+        listener: socket.socket | None,
     ) -> None:
         self._rank = rank
         self._stride = parallel.tensor_parallel_size
         self._sending: tuple[distributed.Work, Tensor] | None = None
         self.tensor = TensorGroup()
         if parallel.num_ranks > 1:
-            _meet(parallel.num_ranks, rank, port, listener)
+            _meet(parallel.num_ranks, rank, (host, port), listener)
             self.tensor = _tensor_group(parallel, rank)
 
     def receive(self, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -53,10 +59,11 @@ class Ranks:
         self._sending = (work, hidden)
 
 
-def _meet(num_ranks: int, rank: int, port: int, listener: socket.socket | None) -> None:
+def _meet(
+    num_ranks: int, rank: int, address: tuple[str, int], listener: socket.socket | None
+) -> None:
     store = distributed.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        port,
+        *address,
         num_ranks,
         is_master=listener is not None,
         timeout=timedelta(seconds=MEET_TIMEOUT_S),

@@ -1,6 +1,7 @@
 """The worker: one process per rank, which owns the model and a KV cache.
 
-``python -m splitserve.engine.worker``, started by `splitserve.engine.process`. Steps come over one
+``python -m splitserve.engine.worker``, started by `splitserve.engine.spawn` or, far from its node,
+by `splitserve.engine.launch`. Steps come over one
 socket and run in the main thread; pulls come over another and run beside them in a thread. A third
 thread does nothing but wait for the node's end of a pipe to close: however the node ends, the
 worker goes at once, also in the middle of a step. An error in a pull is that pull's; an error
@@ -8,6 +9,7 @@ anywhere else ends the process, since nobody can say what a half-done step has l
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -64,7 +66,7 @@ class Worker:
         shape = start.shape
         self._model = shape.model
         self._part = shape.parts[start.rank]
-        self._ranks = Ranks(start.config.parallel, start.rank, start.port, listener)
+        self._ranks = Ranks(start.config.parallel, start.rank, start.host, start.port, listener)
         self._decoder = _load(start, self._ranks)
         name = segment_name(start.epoch, start.rank)
         self._cache = KVCache.create(name, shape.layouts[start.rank], shape.num_blocks)
@@ -204,7 +206,8 @@ def _serve_pulls(worker: Worker, pulls: BlockingChannel) -> None:
 
 def _leave_with_node(death_fd: int, epoch: str, rank: int) -> None:
     """Blocks until the node's end of the pipe is closed, then ends this process."""
-    os.read(death_fd, 1)
+    with contextlib.suppress(OSError):  # A socket may break.
+        os.read(death_fd, 1)
     remove(segment_name(epoch, rank))
     os._exit(1)
 

@@ -11,8 +11,13 @@ from splitserve.core.errors import SplitserveError
 from splitserve.core.logs import configure_logs
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """The daemon was told to stop before it was ready."""
 
 
 class StopSignals:
@@ -29,6 +34,25 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+
+    async def unless_told(self, start: Coroutine[Any, Any, T]) -> T:
+        """What a start-up comes to; told to stop meanwhile, cancels it.
+
+        Raises:
+            StoppedError: It was.
+        """
+        starting = asyncio.ensure_future(start)
+        told = asyncio.create_task(self.drain.wait())
+        try:
+            await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait([starting])
+        if starting.cancelled():
+            raise StoppedError
+        return starting.result()
 
     def _on_signal(self, number: signal.Signals) -> None:
         log.info("told to stop", extra={"signal": number.name})
@@ -64,11 +88,13 @@ def run_daemon(
     """
     configure_logs(name, log_level)
 
-    async def main() -> None:
-        await serve(configure(), StopSignals())
+    async def main(config: C) -> None:
+        await serve(config, StopSignals())
 
     try:
-        asyncio.run(main())
+        asyncio.run(main(configure()))
+    except StoppedError:
+        log.info("stopped before it was ready")
     except SplitserveError as error:
         sys.stderr.write(f"{name}: {error.message}\n")
         sys.exit(1)

@@ -80,7 +80,7 @@ def config(model) -> EngineConfig:
 
 async def run(config: EngineConfig) -> AsyncIterator[Executor]:
     executor = await Executor.start(config, new_epoch())
-    pid = executor._workers[0].pid
+    pid = executor._workers[0].process.pid
     yield executor
     await executor.stop()
     assert not psutil.pid_exists(pid), "a stopped worker is gone"
@@ -176,7 +176,7 @@ async def test_a_pull_does_not_wait_for_a_step(source, target):
 
 async def test_a_cancelled_pull_ends_only_when_nothing_writes_any_more(source, target):
     await source.execute(prompt((1, 2, 3)))
-    process = suspend(target._workers[0].pid)
+    process = suspend(target._workers[0].process.pid)
     try:
         pull = asyncio.create_task(target.pull(PullJob(handle(source, (1, 2, 3)), (20, 21))))
         await asyncio.sleep(0)
@@ -206,13 +206,13 @@ async def test_a_cancelled_steps_output_is_nobody_elses(source):
 
 async def test_signals_meant_for_the_daemon_do_not_reach_its_worker(source):
     for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(source._workers[0].pid, number)
+        os.kill(source._workers[0].process.pid, number)
     await source.execute(prompt((1, 2, 3)))
 
 
 async def test_a_killed_worker_fails_all_that_waits_and_says_how_it_ended(doomed, source):
     step = asyncio.create_task(doomed.execute(LONG_STEP))
-    process = psutil.Process(doomed._workers[0].pid)
+    process = psutil.Process(doomed._workers[0].process.pid)
     await asyncio.sleep(0)
     process.kill()
     assert "killed by SIGKILL" in await doomed.wait_failed()
@@ -232,7 +232,7 @@ async def test_an_error_in_a_step_ends_the_worker(doomed):
 
 async def test_a_stuck_worker_is_killed_at_stop_and_its_memory_taken_back(doomed, monkeypatch):
     monkeypatch.setattr(executor_module, "WORKER_STOP_TIMEOUT_S", 0.1)
-    suspend(doomed._workers[0].pid)
+    suspend(doomed._workers[0].process.pid)
     await doomed.stop()  # The fixture checks what is left.
 
 

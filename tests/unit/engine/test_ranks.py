@@ -90,7 +90,7 @@ async def test_both_stages_of_a_pipeline_are_busy_at_once(model, tmp_path):
 @pytest.mark.parametrize("victim", [0, 3])
 async def test_a_rank_that_dies_in_a_step_takes_all_along(model, victim):
     executor = await Executor.start(engine(model, 2, 2), new_epoch())
-    pids = [worker.pid for worker in executor._workers]
+    pids = [worker.process.pid for worker in executor._workers]
     prompt = Batch((BatchRow(("t", 0), (7,) * 1000, 0, tuple(range(63)), ()),))
     step = asyncio.create_task(executor.execute(prompt))
     await asyncio.sleep(0)
@@ -135,7 +135,7 @@ async def test_fault_11_a_pull_is_over_only_when_every_rank_has_its_part(model):
         spec = SampleSpec(SamplingParams(seed=3, logprobs=0), 40)
         prompt = Batch((BatchRow(("t", 0), tuple(range(40)), 0, (4, 9, 2), (spec,)),))
         first = (await source.execute(prompt)).samples[0][0]
-        slow = psutil.Process(target._workers[1].pid)
+        slow = psutil.Process(target._workers[1].process.pid)
         slow.suspend()
         async with asyncio.timeout(10):
             while slow.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110

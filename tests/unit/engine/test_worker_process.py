@@ -23,7 +23,7 @@ async def main():
     step = executor.execute(Batch((BatchRow(("", 0), (7,) * 16_000, 0, tuple(range(1000)), ()),)))
     task = asyncio.create_task(step)
     await asyncio.sleep(0)
-    print(executor._workers[0].pid, flush=True)
+    print(executor._workers[0].process.pid, flush=True)
     await task
 
 asyncio.run(main())
