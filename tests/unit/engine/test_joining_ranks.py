@@ -23,7 +23,11 @@ def launch() -> Launch:
 async def greet(launch: Launch, line: bytes) -> tuple[str, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection(launch.host, launch.port)
     writer.write(line)
-    return (await asyncio.wait_for(reader.readline(), 5)).decode().strip(), writer
+    try:
+        answer = await asyncio.wait_for(reader.readline(), 5)
+    except ConnectionResetError:  # Hung up on before all of the line was read.
+        answer = b""
+    return answer.decode().strip(), writer
 
 
 def greeting(channel: str, **changes) -> bytes:
