@@ -227,7 +227,7 @@ class RankListener:
                 _keep_alive(connection)
                 self.ranks[greeting.rank].add(greeting.channel, connection, greeting.pid)
                 kept = True
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError, RecursionError) as error:
             refusal = str(error)
         finally:
             if not kept:

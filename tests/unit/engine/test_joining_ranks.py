@@ -46,6 +46,7 @@ def greeting(channel: str, **changes) -> bytes:
         (greeting("steps", rank="1"), ""),
         (b"\x80\x04cos\nsystem\n", ""),
         (b"[]\n", ""),
+        (b"[" * 1023 + b"\n", ""),
         (b"x" * 5000, ""),
     ],
 )
