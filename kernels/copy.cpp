@@ -15,6 +15,14 @@ std::int64_t place(const CacheShape& shape, std::int64_t vector_bytes, std::int6
   return (row * shape.block_size + token) * vector_bytes;
 }
 
+constexpr std::int64_t kPages = 4, kPageBytes = 4096, kLineBytes = 64;
+
+void copy_line(char* to, const char* from) {
+  for (std::int64_t at = 0; at < kLineBytes; at += sizeof(Floats)) {
+    store_past_caches(to + at, load(reinterpret_cast<const float*>(from + at)));
+  }
+}
+
 void stream(char* to, const char* from, std::int64_t bytes) {
   constexpr std::int64_t kStep = 4 * sizeof(Floats);
   const std::int64_t unaligned = -reinterpret_cast<std::intptr_t>(to) & (sizeof(Floats) - 1);
@@ -24,6 +32,14 @@ void stream(char* to, const char* from, std::int64_t bytes) {
   }
   std::memcpy(to, from, unaligned);
   std::int64_t at = unaligned;
+  // Several pages at once keep more reads of memory under way than one stream does.
+  for (; at + kPages * kPageBytes <= bytes; at += kPages * kPageBytes) {
+    for (std::int64_t line = 0; line < kPageBytes; line += kLineBytes) {
+      for (std::int64_t page = 0; page < kPages; ++page) {
+        copy_line(to + at + page * kPageBytes + line, from + at + page * kPageBytes + line);
+      }
+    }
+  }
   for (; at + kStep <= bytes; at += kStep) {
     const float* read = reinterpret_cast<const float*>(from + at);
     const Floats a = load(read), b = load(read + kLanes), c = load(read + 2 * kLanes),
@@ -40,6 +56,16 @@ void stream(char* to, const char* from, std::int64_t bytes) {
 
 void copy_run(const CopyRegion& region, const CopyRun& run) {
   const CacheShape &given = region.source_shape, &taken = region.target_shape;
+  if (run.tokens == given.block_size && run.tokens == taken.block_size &&
+      region.heads == given.heads && region.heads == taken.heads &&
+      region.layers == given.layers && region.layers == taken.layers) {
+    // All of both caches' blocks: they lie in a row.
+    stream(region.target + place(taken, region.vector_bytes, run.target_block, 0, 0, 0, 0),
+           region.source + place(given, region.vector_bytes, run.source_block, 0, 0, 0, 0),
+           place(given, region.vector_bytes, run.blocks, 0, 0, 0, 0));
+    finish_stores();
+    return;
+  }
   // Heads of whole blocks lie in a row.
   const bool whole = run.tokens == given.block_size && run.tokens == taken.block_size;
   const std::int64_t pieces = whole ? 1 : region.heads;

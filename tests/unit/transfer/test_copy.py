@@ -62,6 +62,30 @@ def test_native_and_numpy_copies_agree(case):
     np.testing.assert_array_equal(target, expected)
 
 
+@settings(deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 16, 17, 32])),
+    blocks=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 4)),
+    skips=st.tuples(st.integers(0, 65), st.integers(0, 65)),
+)
+def test_whole_blocks_of_equal_layouts_are_copied_and_nothing_else(shape, blocks, skips):
+    (layers, heads, block_size), (from_block, to_block, count) = shape, blocks
+    whole = (6, layers, 2, heads, block_size, 80)
+    size = int(np.prod(whole))
+    source, target = (
+        (np.arange(size + skip) * 7 + number).astype(np.uint16)[skip:].reshape(whole)
+        for number, skip in enumerate(skips)
+    )
+    expected = target.copy()
+    expected[to_block : to_block + count] = source[from_block : from_block + count]
+    region = Region(0, 0, 0, 0, 0, layers, heads)
+    run = Run(from_block, 0, to_block, 0, block_size, count)
+    assert copy_planned(TransferPlan((region,), (run,)), {0: source}, target) == (
+        2 * size // 6 * count
+    )
+    np.testing.assert_array_equal(target, expected)
+
+
 @pytest.mark.parametrize(
     ("part", "run"),
     [
