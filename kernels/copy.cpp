@@ -24,9 +24,8 @@ void copy_line(char* to, const char* from) {
 }
 
 void stream(char* to, const char* from, std::int64_t bytes) {
-  constexpr std::int64_t kStep = 4 * sizeof(Floats);
   const std::int64_t unaligned = -reinterpret_cast<std::intptr_t>(to) & (sizeof(Floats) - 1);
-  if (bytes < unaligned + kStep) {
+  if (bytes < unaligned + kLineBytes) {
     std::memcpy(to, from, bytes);
     return;
   }
@@ -40,15 +39,7 @@ void stream(char* to, const char* from, std::int64_t bytes) {
       }
     }
   }
-  for (; at + kStep <= bytes; at += kStep) {
-    const float* read = reinterpret_cast<const float*>(from + at);
-    const Floats a = load(read), b = load(read + kLanes), c = load(read + 2 * kLanes),
-                 d = load(read + 3 * kLanes);
-    store_past_caches(to + at, a);
-    store_past_caches(to + at + sizeof(Floats), b);
-    store_past_caches(to + at + 2 * sizeof(Floats), c);
-    store_past_caches(to + at + 3 * sizeof(Floats), d);
-  }
+  for (; at + kLineBytes <= bytes; at += kLineBytes) copy_line(to + at, from + at);
   std::memcpy(to + at, from + at, bytes - at);
 }
 
@@ -56,8 +47,8 @@ void stream(char* to, const char* from, std::int64_t bytes) {
 
 void copy_run(const CopyRegion& region, const CopyRun& run) {
   const CacheShape &given = region.source_shape, &taken = region.target_shape;
-  if (run.tokens == given.block_size && run.tokens == taken.block_size &&
-      region.heads == given.heads && region.heads == taken.heads &&
+  const bool whole = run.tokens == given.block_size && run.tokens == taken.block_size;
+  if (whole && region.heads == given.heads && region.heads == taken.heads &&
       region.layers == given.layers && region.layers == taken.layers) {
     // All of both caches' blocks: they lie in a row.
     stream(region.target + place(taken, region.vector_bytes, run.target_block, 0, 0, 0, 0),
@@ -67,7 +58,6 @@ void copy_run(const CopyRegion& region, const CopyRun& run) {
     return;
   }
   // Heads of whole blocks lie in a row.
-  const bool whole = run.tokens == given.block_size && run.tokens == taken.block_size;
   const std::int64_t pieces = whole ? 1 : region.heads;
   const std::int64_t bytes = run.tokens * region.vector_bytes * (whole ? region.heads : 1);
   for (std::int64_t block = 0; block < run.blocks; ++block) {

@@ -279,8 +279,7 @@ def take_rank(config: NodeConfig) -> NodeConfig:
 
 def _become_worker(launch: Launch, threads: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Nothing to tidy up, and no traceback.
-    for name in sweep_stale():
-        log.warning("removed a dead node's memory", extra={"segment": name})
+    sweep_stale()
     log.info("joining the node", extra={"rank": launch.rank, "at": launch.address})
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     steps, pulls, death = (_join(launch, channel, deadline) for channel in CHANNELS)

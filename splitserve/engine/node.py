@@ -90,8 +90,7 @@ class Node:
         advertise = config.advertise or bound
         if advertise.rpartition(":")[0] in WILDCARD_HOSTS:
             raise invalid("advertise", advertise, "an address that the router can dial")
-        for name in sweep_stale():
-            log.warning("removed a dead node's memory", extra={"segment": name})
+        sweep_stale()
         epoch = new_epoch()
         executor = await signals.unless_told(Executor.start(config.engine, epoch))
         try:

@@ -161,7 +161,10 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends the process at once."""
         if not self.process.ended.done():
-            log.info("worker killed", extra={"rank": self._start.rank})
+            log.info(
+                "worker killed",
+                extra={"rank": self._start.rank, "process": self.process.name},
+            )
             self.process.kill()
 
     def _call(self, link: _Link | None, work: Batch | PullJob) -> asyncio.Future[Any]:

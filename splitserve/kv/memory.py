@@ -11,12 +11,15 @@ file's.
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import re
 from pathlib import Path
 
 from splitserve.core.errors import ResourceExhaustedError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 SEGMENT_DIR = Path("/dev/shm")
 _PREFIX = "splitserve-"
@@ -144,11 +147,14 @@ def remove(name: str) -> bool:
 
 def sweep_stale() -> list[str]:
     """Unlinks the segments whose owners are gone, whatever ended them; returns their names."""
-    return [
+    names = [
         path.name
         for path in sorted(SEGMENT_DIR.glob(f"{_PREFIX}*"))
         if _NAME.fullmatch(path.name) and _unlink_if_stale(path)
     ]
+    for name in names:
+        log.warning("removed a dead node's memory", extra={"segment": name})
+    return names
 
 
 def _create_locked(path: Path) -> int:
