@@ -163,7 +163,7 @@ class WorkerProcess:
         if not self.process.ended.done():
             log.info(
                 "worker killed",
-                extra={"rank": self._start.rank, "process": self.process.name},
+                extra={"rank": self._start.rank, "worker": self.process.name},
             )
             self.process.kill()
 
