@@ -42,8 +42,9 @@ class StepLoop:
                     step = asyncio.create_task(self._executor.execute(batch))
                     self._under_way.append((batch, step))
                 await self._wait()
-                # Steps end in the order they began.
-                while self._under_way and self._under_way[0][1].done():
+                # Steps end in the order they began. After each comes the next of the same requests:
+                # with two taken at once, what the first ends would change who is in the second.
+                if self._under_way and self._under_way[0][1].done():
                     batch, step = self._under_way.popleft()
                     self._update(scheduler, batch, step.result())
         finally:

@@ -52,7 +52,9 @@ def overlaps(ours: list[tuple[float, float]], theirs: list[tuple[float, float]])
 
 
 @pytest.mark.asyncio
-async def test_both_stages_of_a_pipeline_are_busy_at_once(model, tmp_path):
+async def test_both_stages_of_a_pipeline_are_busy_at_once(tmp_path):
+    # Steps of several milliseconds: shorter ones may never meet where others want the cores too.
+    model = write_tiny_model(tmp_path, layers=8, hidden=768, heads=4)
     executor = await Executor.start(engine(model, 1, 2, trace_dir=tmp_path), epoch := new_epoch())
     try:
         blocks = BlockManager(64, 16)
