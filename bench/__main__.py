@@ -1,4 +1,4 @@
-"""``python -m bench [engine|pull|router]``."""
+"""``python -m bench [engine] [pull] [router] [serve]``, each with its own options."""
 
 import asyncio
 import signal
@@ -10,63 +10,185 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bench.child import ChildError
 from bench.machine import Disturbance, available_cores
 from bench.report import Report, Skipped, console
+from bench.serve import ServeQuestion
+from bench.serving.objectives import Objectives
+from bench.serving.target import TargetError
+from bench.serving.traces import DRAWN, RECORDED
+from bench.serving.workload import ARRIVALS, Arrivals, Scaling
 from splitserve.core.config import DTYPES
 from splitserve.core.errors import SplitserveError
 from splitserve.model.importer import default_model
 
-QUESTIONS = ("engine", "pull", "router")
+
+def _model_or_default(_: click.Context, __: click.Parameter, model: Path | None) -> Path:
+    try:
+        return model or default_model()
+    except SplitserveError as error:
+        raise click.ClickException(str(error)) from error
 
 
-@click.command()
-@click.argument("questions", nargs=-1, type=click.Choice(QUESTIONS))
-@click.option("--model", type=Path, show_default="SmolLM2-135M-Instruct", help="Its directory.")
-@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
-@click.option(
-    "--threads",
-    default=available_cores,
-    show_default="all cores",
-    type=click.IntRange(min=1),
-    help="Compute threads of either side of the engine question.",
+model_option = click.option(
+    "--model",
+    type=Path,
+    show_default="SmolLM2-135M-Instruct",
+    callback=_model_or_default,
+    help="Its directory.",
 )
-@click.option(
+dtype_option = click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
+rounds_option = click.option(
     "--rounds",
     default=5,
     show_default=True,
     type=click.IntRange(min=1),
     help="How often both sides take their turn; medians count.",
 )
-def main(
-    questions: tuple[str, ...], model: Path | None, dtype: str, threads: int, rounds: int
-) -> None:
+
+
+@click.group(chain=True, invoke_without_command=True)
+@click.pass_context
+def main(context: click.Context) -> None:
     """Measures splitserve beside others, and writes bench/results/NAME.json.
 
-    QUESTIONS: engine, pull, router; all of them unless named.
+    Without a question: engine, pull and router with their defaults.
     """
     # What we started is ended by `finally` blocks, which a plain SIGTERM would skip.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    output = console()
-    try:
-        path = model or default_model()
-        for name in dict.fromkeys(questions or QUESTIONS):
-            _answer(name, output, path, dtype, threads, rounds)
-    except (ChildError, SplitserveError) as error:
-        raise click.ClickException(str(error)) from error
+    if context.invoked_subcommand is None:
+        for question in (engine, pull, router):
+            context.invoke(question)
 
 
-def _answer(name: str, output: Console, *arguments: Any) -> None:
+@main.command()
+@model_option
+@dtype_option
+@click.option(
+    "--threads",
+    default=available_cores,
+    show_default="all cores",
+    type=click.IntRange(min=1),
+    help="Compute threads of either side.",
+)
+@rounds_option
+def engine(model: Path, dtype: str, threads: int, rounds: int) -> None:
+    """How fast is our engine, beside transformers' generate?"""
+    _answer("engine", model, dtype, threads, rounds)
+
+
+@main.command()
+@model_option
+@dtype_option
+@rounds_option
+def pull(model: Path, dtype: str, rounds: int) -> None:
+    """How fast is a pull, beside memcpy?"""
+    _answer("pull", model, dtype, rounds)
+
+
+@main.command()
+@model_option
+@rounds_option
+def router(model: Path, rounds: int) -> None:
+    """What does the router cost, beside a bare gRPC hop?"""
+    _answer("router", model, rounds)
+
+
+@main.command()
+@model_option
+@dtype_option
+@click.option(
+    "--trace",
+    default="conversation",
+    show_default=True,
+    help=f"{', '.join((*RECORDED, *DRAWN))}, or a CSV file with the same columns.",
+)
+@click.option("--arrivals", default="poisson", show_default=True, type=click.Choice(ARRIVALS))
+@click.option(
+    "--request-rate",
+    "rates",
+    multiple=True,
+    default=(0.5, 1.0, 2.0),
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Requests a second; repeat it for a curve.",
+)
+@click.option(
+    "--duration-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="How long requests come at each rate.",
+)
+@click.option("--ttft-ms", default=2000.0, show_default=True, help="Objective: to first token.")
+@click.option("--tpot-ms", default=100.0, show_default=True, help="Objective: per output token.")
+@click.option(
+    "--length-scale",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Factor of the trace's prompt and output lengths.",
+)
+@click.option(
+    "--max-tokens",
+    default=4096,
+    show_default=True,
+    type=click.IntRange(min=3),
+    help="Longest prompt and output together; longer prompts are cut.",
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--router", "router_address", default="", help="Address of one that runs.")
+@click.option("--peer", "peer_url", default="", help="http://HOST:PORT/v1 of a server to compare.")
+@click.option("--peer-command", default="", help="Starts the peer for its turn.")
+def serve(
+    model: Path,
+    dtype: str,
+    trace: str,
+    arrivals: Arrivals,
+    rates: tuple[float, ...],
+    duration_s: float,
+    ttft_ms: float,
+    tpot_ms: float,
+    length_scale: float,
+    max_tokens: int,
+    seed: int,
+    router_address: str,
+    peer_url: str,
+    peer_command: str,
+) -> None:
+    """How many users are served well, beside an OpenAI-compatible server?"""
+    if peer_command and not peer_url:
+        raise click.UsageError("--peer-command needs --peer, the URL it will answer at")
+    question = ServeQuestion(
+        model,
+        dtype,
+        trace,
+        arrivals,
+        sorted(set(rates)),
+        duration_s,
+        Objectives(ttft_ms / 1e3, tpot_ms / 1e3),
+        Scaling(length_scale, max_tokens),
+        seed,
+        router_address,
+        peer_url,
+        peer_command,
+    )
+    _answer("serve", question)
+
+
+def _answer(name: str, *arguments: Any) -> None:
     """One question, from measuring to the file; one that cannot be asked here is skipped."""
     measure: Callable[..., Coroutine[Any, Any, Report]] = import_module(f"bench.{name}").measure
+    output = console()
     others = Disturbance()
     try:
         report = asyncio.run(measure(*arguments))
     except Skipped as reason:
         output.print(f"\n{name}: skipped: {reason}")
         return
+    except (ChildError, SplitserveError, TargetError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
     report = replace(report, others=others.share)
     report.show(output)
     output.print(f"written: {report.write()}")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from bench.child import Child
 from bench.machine import Machine, read_bandwidth
 from bench.node_engine import NodeEngine
-from bench.report import Comparison, Report, Skipped
+from bench.report import Comparison, Comparisons, Report, Skipped
 from bench.rounds import take_turns
 from splitserve.core.config import EngineConfig
 from splitserve.kv.layout import DTYPE_BYTES
@@ -99,10 +99,9 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
     return Report(
         name="engine",
         title="one worker as a node drives it, beside transformers' generate",
-        peer="transformers",
         machine=machine,
         settings={"model": config.name, "dtype": dtype, "threads": threads, "rounds": rounds},
-        comparisons=comparisons,
+        findings=Comparisons("transformers", comparisons),
         notes={
             "memory": f"{bandwidth / 1e9:.1f} GB/s read; the weights once through it take "
             f"{step_s * 1e3:.1f} ms, so batch 1 cannot be faster than {1 / step_s:.0f} tokens/s",

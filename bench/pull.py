@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.machine import Machine
-from bench.report import Comparison, Report
+from bench.report import Comparison, Comparisons, Report
 from bench.rounds import take_turns
 from splitserve import native
 from splitserve.core.config import EngineConfig
@@ -137,7 +137,7 @@ class Copies:
         return COPIED_TOKENS // self._tokens * self._size_bytes / seconds / 1e9
 
 
-async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
+async def measure(model: Path, dtype: str, rounds: int) -> Report:
     """Answers the question."""
     machine = Machine.here("numpy")
     config = ModelConfig.from_dir(model)
@@ -153,10 +153,9 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
     return Report(
         name="pull",
         title="a request's KV between two processes' shared memory, beside memcpy",
-        peer="memcpy",
         machine=machine,
         settings={"model": config.name, "dtype": layout.dtype, "threads": 1, "rounds": rounds},
-        comparisons=comparisons,
+        findings=Comparisons("memcpy", comparisons),
         notes={
             "a token's KV": f"{layout.token_bytes:,} bytes",
             "kernels": native.description(),

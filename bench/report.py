@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -56,6 +56,56 @@ class Comparison:
         }
 
 
+class Findings(Protocol):
+    """The figures of a report."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything measured and what follows from it."""
+
+    def table(self, coloured: bool) -> Table:
+        """The same for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparisons:
+    """Ours beside a peer's, case by case.
+
+    Attributes:
+        peer: Whom ours is compared with.
+        cases: The lines.
+    """
+
+    peer: str
+    cases: Sequence[Comparison]
+
+    def as_json(self) -> dict[str, Any]:
+        """See `Findings`."""
+        return {"peer": self.peer, "comparisons": [case.as_json() for case in self.cases]}
+
+    def table(self, coloured: bool) -> Table:
+        """See `Findings`."""
+        table = Table(box=None, pad_edge=False)
+        table.add_column("")
+        for heading in ("", "splitserve", self.peer, "ratio", "lowest..highest", "expected"):
+            table.add_column(heading, justify="right")
+        table.add_column("")
+        for one in self.cases:
+            ratios = one.rounds.ratios
+            colour = "green" if one.met else "red"
+            met = "met" if one.met else "missed"
+            table.add_row(
+                one.case,
+                one.unit,
+                figure(one.rounds.our_median),
+                figure(one.rounds.peer_median),
+                f"{one.rounds.ratio:.2f}",
+                f"{min(ratios):.2f}..{max(ratios):.2f}",
+                f"{one.expected:.2f}",
+                f"[{colour}]{met}[/]" if coloured else met,
+            )
+        return table
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The answer to one question.
@@ -63,20 +113,18 @@ class Report:
     Attributes:
         name: The question's; also the JSON file's.
         title: The question.
-        peer: Whom ours is compared with.
         machine: Where.
-        settings: What both sides were told, for example threads and dtype.
-        comparisons: The figures.
+        settings: What all sides were told, for example threads and dtype.
+        findings: The figures.
         notes: What else is worth knowing, by its name.
         others: Share of the processors that nobody of ours used; set once it is known.
     """
 
     name: str
     title: str
-    peer: str
     machine: Machine
     settings: dict[str, Any]
-    comparisons: Sequence[Comparison]
+    findings: Findings
     notes: dict[str, str] = field(default_factory=dict)
     others: float = 0.0
 
@@ -89,7 +137,7 @@ class Report:
                       f"{self.machine.load:.2f}")  # fmt: skip
         console.print(versions)
         console.print(settings + "\n")
-        console.print(self._table(console.is_terminal))
+        console.print(self.findings.table(console.is_terminal))
         for name, text in self.notes.items():
             console.print(f"{name}: {text}")
         console.print(f"others used {self.others:.1%} of the processors meanwhile")
@@ -109,35 +157,12 @@ class Report:
         return {
             "name": self.name,
             "title": self.title,
-            "peer": self.peer,
             "machine": asdict(self.machine),
             "settings": self.settings,
-            "comparisons": [comparison.as_json() for comparison in self.comparisons],
+            **self.findings.as_json(),
             "notes": self.notes,
             "others_share": self.others,
         }
-
-    def _table(self, coloured: bool) -> Table:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("")
-        for heading in ("", "splitserve", self.peer, "ratio", "lowest..highest", "expected"):
-            table.add_column(heading, justify="right")
-        table.add_column("")
-        for one in self.comparisons:
-            ratios = one.rounds.ratios
-            colour = "green" if one.met else "red"
-            met = "met" if one.met else "missed"
-            table.add_row(
-                one.case,
-                one.unit,
-                figure(one.rounds.our_median),
-                figure(one.rounds.peer_median),
-                f"{one.rounds.ratio:.2f}",
-                f"{min(ratios):.2f}..{max(ratios):.2f}",
-                f"{one.expected:.2f}",
-                f"[{colour}]{met}[/]" if coloured else met,
-            )
-        return table
 
 
 def console() -> Console:

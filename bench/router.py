@@ -10,7 +10,7 @@ from statistics import median
 
 from bench.child import Child
 from bench.machine import Machine, resident_bytes
-from bench.report import Comparison, Report
+from bench.report import Comparison, Comparisons, Report
 from bench.rounds import take_turns
 from splitserve.core.errors import UnavailableError
 from splitserve.model.config import ModelConfig
@@ -58,7 +58,7 @@ class Relays:
         return median(seconds)
 
 
-async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
+async def measure(model: Path, rounds: int) -> Report:
     """Answers the question."""
     machine = Machine.here("grpcio", "protobuf")
     config = ModelConfig.from_dir(model)
@@ -83,10 +83,11 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
     return Report(
         name="router",
         title=f"{STREAMS} streams through the router, beside a bare gRPC hop",
-        peer="bare hop",
         machine=machine,
         settings={"model": config.name, "streams": STREAMS, "tokens": TOKENS, "rounds": rounds},
-        comparisons=[Comparison(f"relay, {STREAMS} streams", "tokens/s", figures, RATIO)],
+        findings=Comparisons(
+            "bare hop", [Comparison(f"relay, {STREAMS} streams", "tokens/s", figures, RATIO)]
+        ),
         notes={
             "tokens a message": f"router {median(sizes):.2f}, bare hop 1.00",
             "added to the first token": f"{median(added_s) * 1e3:.2f} ms (text of "

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from bench.machine import Machine
-from bench.report import Comparison, Report, figure
+from bench.report import Comparison, Comparisons, Report, figure
 from bench.rounds import Rounds
 
 
@@ -17,7 +17,8 @@ def report() -> Report:
     good = Comparison("a case", "tokens/s", Rounds([1234.0], [1000.0]), 0.9)
     bad = Comparison("another", "GB/s", Rounds([5.0, 6.0], [10.0, 10.0]), 0.8)
     notes = {"memory": "12 MB"}
-    return Report("name", "a question", "peer", machine, {"threads": 2}, [good, bad], notes)
+    findings = Comparisons("peer", [good, bad])
+    return Report("name", "a question", machine, {"threads": 2}, findings, notes)
 
 
 def test_a_row_says_both_sides_their_ratio_and_whether_it_was_met(report):

@@ -1,0 +1,1 @@
+"""What the serve question is made of: a workload, targets, the load, and objectives."""
