@@ -7,11 +7,19 @@ it and all its growth; until then its KV waits in prefill memory.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from splitserve.core.config import NodeConfig
-from splitserve.core.errors import InternalError, ResourceExhaustedError, SplitserveError, invalid
+from splitserve.core.errors import (
+    InternalError,
+    ResourceExhaustedError,
+    SplitserveError,
+    UnavailableError,
+    invalid,
+)
 from splitserve.core.lifetime import KvTransfer, LifetimeEventKind
 from splitserve.core.request import Progress, Request, RequestStatus
 from splitserve.kv.blocks import BlockManager
@@ -110,7 +118,7 @@ class ImportQueue:
         config: NodeConfig,
         blocks: BlockManager,
         num_running: Callable[[], int],
-        pull: Callable[[Import], Awaitable[KvTransfer]],
+        pull: Callable[[Import], Coroutine[Any, Any, KvTransfer]],
         add: Callable[[Request], None],
         publish: Callable[[list[Progress]], None],
     ) -> None:
@@ -121,7 +129,7 @@ class ImportQueue:
         self._add = add
         self._publish = publish
         self._waiting: OrderedDict[str, Import] = OrderedDict()
-        self._importing: dict[str, tuple[Import, asyncio.Task[None]]] = {}
+        self._importing: dict[str, tuple[Import, asyncio.Task[KvTransfer]]] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -138,9 +146,12 @@ class ImportQueue:
 
         Raises:
             ResourceExhaustedError: The queue is full.
+            UnavailableError: An earlier pull for its ticket, cancelled, is not over yet.
             InvalidArgumentError: It can never fit this node.
         """
         self._check(item)
+        if item.ticket in self._importing:
+            raise UnavailableError("an earlier pull of this request has not ended here yet")
         if len(self._waiting) >= self._config.max_queued_requests:
             raise ResourceExhaustedError(
                 f"queue: {len(self._waiting)} requests wait to be pulled; "
@@ -170,7 +181,11 @@ class ImportQueue:
                 return
             del self._waiting[ticket]
             item.take(self._blocks)
-            self._importing[ticket] = (item, asyncio.create_task(self._import(item)))
+            item.answers[0].stamp(LifetimeEventKind.MIGRATION_BEGIN)
+            pull = asyncio.create_task(self._pull(item))
+            # No coroutine around it: one that is cancelled before its first step never runs.
+            pull.add_done_callback(partial(self._pulled, item))
+            self._importing[ticket] = (item, pull)
 
     async def close(self) -> None:
         """Ends every pull; for a node that stops."""
@@ -193,23 +208,21 @@ class ImportQueue:
                 "n", count, f"answers that fit a decode node's {limit} blocks; they need {needed}"
             )
 
-    async def _import(self, item: Import) -> None:
+    def _pulled(self, item: Import, pull: "asyncio.Task[KvTransfer]") -> None:
         first = item.answers[0]
-        first.stamp(LifetimeEventKind.MIGRATION_BEGIN)
-        try:
-            transfer = await self._pull(item)
-        except BaseException as error:
-            for answer in item.answers:
-                self._blocks.free(answer.block_ids)
-            if not isinstance(error, asyncio.CancelledError):
-                self._publish([first.tell(error=_as_ours(error, first))])
-        else:
-            first.stamp(LifetimeEventKind.MIGRATION_END, transfer)
+        error = asyncio.CancelledError() if pull.cancelled() else pull.exception()
+        if error is None:
+            first.stamp(LifetimeEventKind.MIGRATION_END, pull.result())
             first.stamp(LifetimeEventKind.DECODE_BEGIN)
             self._run(item)
-        finally:
-            del self._importing[item.ticket]
-            self.admit()
+        else:
+            for answer in item.answers:
+                self._blocks.free(answer.block_ids)
+            if not pull.cancelled():
+                self._publish([first.tell(error=_as_ours(error, first))])
+        # Only now: what was freed above may admit others, and this one still counts there.
+        del self._importing[item.ticket]
+        self.admit()
 
     def _run(self, item: Import) -> None:
         wanted = item.wanted

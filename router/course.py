@@ -108,8 +108,9 @@ class Course:
     def _take(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
         decoding = attempt.session.info.kind is NodeKind.DECODE
         for event in map(attempt.session.on_our_clock, progress.events):
-            # Decoding ends with the last answer.
-            if event.kind is not LifetimeEventKind.DECODE_END or self._request.answers_left == 1:
+            # Decoding ends with the last answer that still goes on.
+            ends = self._request.answers_left == 1 and progress.index in attempt.open
+            if ends or event.kind is not LifetimeEventKind.DECODE_END:
                 self._request.lifetime.add(event)
         if decoding and not self._migrated and migrated(progress):
             self._take_over()
@@ -186,12 +187,14 @@ class Course:
             self._fail(error)
 
     async def _serve(self) -> None:
-        """Returns only by an error; a request that is complete cancels this task."""
+        """Returns once all answers have ended; a request that is complete cancels this task."""
         while True:
             try:
                 await self._attempt()
             except AttemptFailedError:
                 self._cancel_held()
+                if not self._open:  # They ended just then; others of the request go on.
+                    return
             except UnavailableError as error:
                 raise UnavailableError("; ".join([error.message, *self._failures])) from None
             if self._retries == self._config.max_retries:

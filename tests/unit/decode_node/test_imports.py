@@ -13,6 +13,7 @@ from splitserve.core.errors import (
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from splitserve.core.lifetime import KvTransfer, LifetimeEventKind
 from splitserve.core.node import NodeKind
@@ -206,6 +207,39 @@ async def test_events_tell_the_migration_and_how_the_kv_moved(make_world):
         LifetimeEventKind.MIGRATION_END,
         LifetimeEventKind.DECODE_BEGIN,
     ]
+
+
+async def test_a_pull_cancelled_before_its_first_step_gives_all_back(make_world):
+    world = make_world(num_blocks=8)
+    world.submit("runs", max_tokens=8)
+    await world.settle()
+    await world.finish_pull("runs")
+    world.submit("big", prompt=6, n=3)
+    world.submit("behind")
+    await world.settle()
+    assert world.queue.num_waiting == 2
+    # A router leaves. With the first of its requests gone there is room for the one behind it,
+    # which begins and is cancelled in the same turn of the loop.
+    world.queue.cancel("big", {0, 1, 2})
+    assert world.queue.num_importing == 1
+    world.queue.cancel("behind", {0})
+    world.scheduler.finish(("runs", 0))
+    await world.settle()
+    assert world.queue.num_importing == world.queue.num_waiting == 0
+    assert world.blocks.num_free == 8
+
+
+async def test_a_ticket_whose_cancelled_pull_goes_on_is_refused_until_it_is_over(make_world):
+    world = make_world()
+    world.submit("a")
+    await world.settle()
+    world.queue.cancel("a", {0})
+    with pytest.raises(UnavailableError, match="earlier pull"):
+        world.submit("a")
+    await world.finish_pull("a")
+    world.submit("a")
+    await world.settle()
+    assert world.queue.num_importing == 1
 
 
 async def test_close_ends_every_pull_and_frees_its_blocks(make_world):

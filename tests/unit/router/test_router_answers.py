@@ -1,14 +1,17 @@
 """Several answers to one request: one prompt, one hand-over, and an end for each."""
 
+import asyncio
 from collections import defaultdict
 from typing import Any
 
 import grpc
-from scripted_cluster import Cluster, Reply
+from scripted_cluster import Cluster, Reply, read
 from scripted_node import ScriptedNode, decode, prefill, tokens_of, until
 
 from splitserve.core.lifetime import LifetimeEventKind as Kind
+from splitserve.core.node import NodeKind
 from splitserve.core.request import FinishReason
+from splitserve.v1 import work_pb2
 
 STOP, LENGTH, ABORTED = 1, 2, 3
 
@@ -79,13 +82,15 @@ async def test_a_stop_string_ends_its_answer_alone_and_the_node_hears(cluster: C
     while 1 not in ends(reply):
         reply.messages.append(await call.read())
     await until(lambda: second.cancelled_answers == [1])
-    second.tell(second.starts[0].assignment.ticket, [400], index=1)  # Too late to count.
-    second.tell(second.starts[0].assignment.ticket, [401], finish_reason=LENGTH)
+    ticket = second.starts[0].assignment.ticket
+    second.tell(ticket, [400], [Kind.DECODE_END], index=1, finish_reason=LENGTH)  # Too late.
+    second.tell(ticket, [401], [Kind.DECODE_END], finish_reason=LENGTH)
     while (message := await call.read()) is not grpc.aio.EOF:
         reply.messages.append(message)
     assert ends(reply) == {0: LENGTH, 1: STOP}
     assert 400 not in tokens(reply)[1]
     assert tokens(reply)[0][-1] == 401
+    assert reply.events.count("DECODE_END") == 1
     assert not second.cancels
 
 
@@ -112,6 +117,34 @@ async def test_after_a_failure_each_answer_goes_on_by_itself(cluster: Cluster) -
         tuple(tokens_of(3, 1, 3)),
     }
     assert cluster.tickets == 0
+
+
+async def test_an_answer_that_ends_as_its_node_is_lost_leaves_the_others_alone(
+    cluster: Cluster,
+) -> None:
+    def fail_once(node: ScriptedNode, start: Any) -> None:
+        if len(node.starts) == 1:
+            ticket = start.assignment.ticket
+            node.tell(ticket, tokens_of(4, 1, 0), [Kind.MIGRATION_END, Kind.DECODE_BEGIN])
+            node.tell(ticket, error=("INTERNAL", "as the test says"))
+
+    await cluster.prefill()
+    second = await cluster.decode(fail_once)
+    call = cluster.call(max_tokens=4, n=2)
+    reader = asyncio.create_task(read(call))
+    await until(lambda: len(second.starts) == 3)  # Each by itself, and being pulled.
+    by_index = {tuple(start.assignment.indexes): start for start in second.starts[1:]}
+    ticket = by_index[(0,)].assignment.ticket
+    sessions = {one.info.kind: one for one in cluster.router.members.sessions}
+    # In one turn of the loop: the prefill node's stream breaks, and the decode node has the end.
+    lost = sessions[NodeKind.PREFILL].attempts.by_ticket.pop(ticket)
+    lost.holder.on_lost(lost, "as the test says")
+    end = work_pb2.Progress(ticket=ticket, token_ids=tokens_of(6, 1), finish_reason=LENGTH)
+    sessions[NodeKind.DECODE]._deliver([end])
+    decode(second, by_index[(1,)])
+    reply = await reader
+    assert tokens(reply) == [tokens_of(3, 4, index) for index in range(2)]
+    assert ends(reply) == {0: LENGTH, 1: LENGTH}
 
 
 async def test_a_prompt_lost_before_its_tokens_is_computed_once_for_all(cluster: Cluster) -> None:
