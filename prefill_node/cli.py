@@ -8,7 +8,7 @@ from prefill_node.daemon import serve
 from splitserve.core.config import NodeConfig
 from splitserve.core.node import NodeKind
 from splitserve.core.options import option
-from splitserve.engine.launch import take_rank
+from splitserve.engine.join import take_rank
 from splitserve.engine.options import node_config, node_options
 from splitserve.rpc.daemon import run_daemon
 

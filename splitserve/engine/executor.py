@@ -10,7 +10,7 @@ from splitserve.core.config import WORKER_START_TIMEOUT_S, WORKER_STOP_TIMEOUT_S
 from splitserve.core.errors import InternalError
 from splitserve.core.node import RankInfo
 from splitserve.engine.batch import Batch, StepOutput
-from splitserve.engine.launch import RankListener, listen
+from splitserve.engine.launch import LaunchedRank, join_ranks, listen
 from splitserve.engine.messages import Ready, Start
 from splitserve.engine.process import RankProcess, WorkerProcess
 from splitserve.engine.shape import NodeShape
@@ -152,25 +152,22 @@ async def _gather(
 ) -> None:
     """Starts or awaits a process per rank, and links to it; ``workers`` has all there are."""
     num_ranks, launch = config.parallel.num_ranks, config.launch
-    host = "127.0.0.1" if launch is None else launch.host
-    joining = None if launch is None or num_ranks == 1 else RankListener(launch)
-    with listen(host, 0) as meeting:
+    others: dict[int, LaunchedRank] = {}
+    host, host_name = "127.0.0.1", "this host"
+    if launch is not None:
+        host, host_name = launch.host, "MASTER_ADDR"
+        if num_ranks > 1:
+            others = await join_ranks(launch)
+    with listen(host, 0, host_name) as meeting:
         for rank in range(num_ranks):
-            process: RankProcess
-            if joining is not None and rank > 0:
-                process = joining.ranks[rank]
-            else:
-                process = SpawnedRank(
-                    rank,
-                    config.threads,
-                    meeting if num_ranks > 1 and rank == 0 else None,
-                    only_here=launch is None,
-                )
+            process: RankProcess = others.get(rank) or SpawnedRank(
+                rank,
+                config.threads,
+                meeting if num_ranks > 1 and rank == 0 else None,
+                only_here=launch is None,
+            )
             start = Start(config, shape, epoch, rank, host, meeting.getsockname()[1])
             workers.append(WorkerProcess(start, process))
-    if joining is not None:
-        async with joining:
-            await joining.wait_joined()
     await asyncio.gather(*(worker.connect() for worker in workers))
 
 

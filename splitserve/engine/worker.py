@@ -1,7 +1,7 @@
 """The worker: one process per rank, which owns the model and a KV cache.
 
 ``python -m splitserve.engine.worker``, started by `splitserve.engine.spawn` or, far from its node,
-by `splitserve.engine.launch`. Steps come over one socket and run in the main thread; pulls come
+by `splitserve.engine.join`. Steps come over one socket and run in the main thread; pulls come
 over another and run beside them in a thread. A third thread does nothing but wait for the node's
 end of a pipe to close: however the node ends, the worker goes at once, also in the middle of a
 step. An error in a pull is that pull's; an error
