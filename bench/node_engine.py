@@ -18,6 +18,7 @@ from splitserve.engine.executor import Executor
 from splitserve.engine.loop import StepLoop
 from splitserve.engine.scheduler import Scheduler
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 NO_EOS: frozenset[int] = frozenset()
 """Answers end at their length and nowhere else."""
@@ -50,7 +51,7 @@ class NodeEngine:
         """Seconds from a prompt to its first token."""
         blocks = self._all_blocks()
         leases = Leases(blocks, self._config.lease_ttl_s)
-        scheduler = PrefillScheduler(self._config, blocks, leases, NO_EOS)
+        scheduler = PrefillScheduler(self._config, blocks, PrefixCache(blocks), leases, NO_EOS)
         scheduler.add(_request(prompt, max_tokens=1))
         return await self._finish(scheduler, 1)
 
@@ -66,7 +67,7 @@ class NodeEngine:
         """Seconds from each held prompt's first token to the ``count`` after it, in one batch."""
         # All blocks are free again, and handed out in the same order: KV lies where it did.
         blocks = self._all_blocks()
-        scheduler = DecodeScheduler(blocks, NO_EOS)
+        scheduler = DecodeScheduler(blocks, PrefixCache(blocks), NO_EOS)
         for prompt, first_token in self._held:
             request = _placed(prompt, count, blocks)
             request.computed = len(prompt)

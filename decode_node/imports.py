@@ -23,6 +23,7 @@ from splitserve.core.errors import (
 from splitserve.core.lifetime import KvTransfer, LifetimeEventKind
 from splitserve.core.request import Progress, Request, RequestStatus
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Import:
         answers: Equal but for their index and last token, which has no KV yet; at least one.
         source: Where the KV is to be pulled from.
         block_ids: The blocks that it is pulled into, in token order.
+        cached_tokens: Tokens at the beginning of which the node has the KV already.
         copies: Blocks to copy afterwards, ``(from, to)``: each answer writes to its own last one.
         cancelled: Indexes of answers that nobody wants any more.
     """
@@ -55,6 +57,7 @@ class Import:
     answers: Sequence[Request]
     source: Source
     block_ids: tuple[int, ...] = ()
+    cached_tokens: int = 0
     copies: tuple[tuple[int, int], ...] = ()
     cancelled: set[int] = field(default_factory=set)
 
@@ -79,13 +82,18 @@ class Import:
         each = blocks.blocks_for(self.answers[0].max_length) - shared
         return shared + each * len(self.wanted)
 
-    def take(self, blocks: BlockManager) -> None:
+    def take(self, blocks: BlockManager, found: list[int]) -> None:
         """Drops what is not wanted, and takes blocks for the rest.
+
+        Args:
+            blocks: The node's.
+            found: Those that hold the first tokens already.
 
         Raises:
             ResourceExhaustedError: There are too few; none was taken.
         """
-        taken = blocks.allocate(self.num_blocks(blocks))
+        taken = blocks.allocate(self.num_blocks(blocks), found)
+        self.cached_tokens = len(found) * blocks.block_size
         self.answers = self.wanted
         num_shared = self.num_tokens // blocks.block_size
         shared, own = taken[:num_shared], taken[num_shared:]
@@ -106,6 +114,7 @@ class ImportQueue:
     Args:
         config: Its limits.
         blocks: The node's blocks.
+        prefixes: Finds what earlier requests have left of a new one.
         num_running: Requests in the running batch.
         pull: Copies KV into an import's blocks and proves it intact. It returns, or raises, only
             once nothing writes to the blocks any more, also when cancelled.
@@ -117,6 +126,7 @@ class ImportQueue:
         self,
         config: NodeConfig,
         blocks: BlockManager,
+        prefixes: PrefixCache,
         num_running: Callable[[], int],
         pull: Callable[[Import], Coroutine[Any, Any, KvTransfer]],
         add: Callable[[Request], None],
@@ -124,6 +134,7 @@ class ImportQueue:
     ) -> None:
         self._config = config
         self._blocks = blocks
+        self._prefixes = prefixes
         self._num_running = num_running
         self._pull = pull
         self._add = add
@@ -177,10 +188,13 @@ class ImportQueue:
             ticket, item = next(iter(self._waiting.items()))
             importing = sum(len(other.answers) for other, _ in self._importing.values())
             places = self._config.max_batch_size - self._num_running() - importing
-            if len(item.wanted) > places or item.num_blocks(self._blocks) > self._blocks.num_free:
+            found = self._prefixes.find(item.answers[0], item.num_tokens)
+            fits = self._blocks.fit(item.num_blocks(self._blocks), found)
+            if len(item.wanted) > places or not fits:
                 return
             del self._waiting[ticket]
-            item.take(self._blocks)
+            item.take(self._blocks, found)
+            self._prefixes.begin(found, *item.answers)
             item.answers[0].stamp(LifetimeEventKind.MIGRATION_BEGIN)
             pull = asyncio.create_task(self._pull(item))
             # No coroutine around it: one that is cancelled before its first step never runs.
@@ -229,6 +243,7 @@ class ImportQueue:
         for answer in item.answers:
             if answer in wanted:
                 answer.computed = item.num_tokens
+                self._prefixes.remember(answer)
                 self._add(answer)
             else:
                 self._blocks.free(answer.block_ids)

@@ -54,7 +54,9 @@ class Puller:
         try:
             handle = await self._read_handle(opened, source.address)
             self._check(handle, item.num_tokens)
-            result = await self._executor.pull(PullJob(handle, item.block_ids, item.copies))
+            result = await self._executor.pull(
+                PullJob(handle, item.block_ids, item.cached_tokens, item.copies)
+            )
             released = await stub.Release(
                 kv_pb2.ReleaseRequest(
                     ticket=item.ticket, epoch=source.epoch, reader_epoch=self._epoch

@@ -7,6 +7,7 @@ from splitserve.core.request import Progress, Request, RequestKey, TokenLogprob
 from splitserve.engine.batch import Batch, BatchRow, StepOutput
 from splitserve.engine.requests import LiveRequests
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 
 class DecodeScheduler:
@@ -17,14 +18,21 @@ class DecodeScheduler:
 
     Args:
         blocks: The node's blocks.
+        prefixes: Learns of what answers leave.
         eos_token_ids: Tokens that end an answer.
         depth: Steps that may be under way at once; the requests are shared out to them.
     """
 
-    def __init__(self, blocks: BlockManager, eos_token_ids: frozenset[int], depth: int = 1) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        prefixes: PrefixCache,
+        eos_token_ids: frozenset[int],
+        depth: int = 1,
+    ) -> None:
         self._depth = depth
         self._eos_token_ids = eos_token_ids
-        self._running = LiveRequests(blocks)
+        self._running = LiveRequests(blocks, prefixes)
 
     @property
     def num_running(self) -> int:

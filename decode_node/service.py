@@ -27,11 +27,12 @@ class DecodeRole:
         self._puller = Puller(node.info.epoch, node.executor)
         executor = node.executor
         self.scheduler = DecodeScheduler(
-            node.blocks, executor.shape.model.eos_token_ids, executor.depth
+            node.blocks, node.prefixes, executor.shape.model.eos_token_ids, executor.depth
         )
         self.imports = ImportQueue(
             node.config,
             node.blocks,
+            node.prefixes,
             lambda: self.scheduler.num_running,
             self._puller.pull,
             self._run,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from splitserve.core.errors import NotFoundError
-from splitserve.kv.blocks import BlockManager
+from splitserve.kv.blocks import BlockManager, BlockState
 
 
 @dataclass(slots=True, eq=False)
@@ -140,4 +140,4 @@ class Leases:
 
     def _free_unless_held(self, lease: Lease) -> None:
         if not lease.live and not lease.readings:
-            self._blocks.free(lease.block_ids)
+            self._blocks.free(lease.block_ids, BlockState.QUARANTINED)

@@ -11,6 +11,7 @@ from splitserve.core.request import Progress, Request, RequestKey, TokenLogprob
 from splitserve.engine.batch import Batch, BatchRow, StepOutput
 from splitserve.engine.requests import LiveRequests
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 
 class PrefillScheduler:
@@ -22,6 +23,7 @@ class PrefillScheduler:
     Args:
         config: Its limits.
         blocks: The node's blocks.
+        prefixes: Finds what earlier prompts have left of a new one.
         leases: Takes over the blocks of a finished prompt.
         eos_token_ids: Tokens that end an answer.
     """
@@ -30,15 +32,17 @@ class PrefillScheduler:
         self,
         config: NodeConfig,
         blocks: BlockManager,
+        prefixes: PrefixCache,
         leases: Leases,
         eos_token_ids: frozenset[int],
     ) -> None:
         self._config = config
         self._blocks = blocks
+        self._prefixes = prefixes
         self._leases = leases
         self._eos_token_ids = eos_token_ids
         self._waiting: OrderedDict[RequestKey, Request] = OrderedDict()
-        self._running = LiveRequests(blocks)
+        self._running = LiveRequests(blocks, prefixes)
 
     @property
     def num_waiting(self) -> int:
@@ -114,11 +118,15 @@ class PrefillScheduler:
         if not self._waiting:
             return None
         request = next(iter(self._waiting.values()))
-        needed = self._blocks.blocks_for(len(request.token_ids))
-        if needed > self._blocks.num_free:
+        length = len(request.token_ids)
+        # The last token is computed in any case: the next one is sampled from what comes out.
+        found = self._prefixes.find(request, length - 1)
+        needed = self._blocks.blocks_for(length)
+        if not self._blocks.fit(needed, found):
             return None
         del self._waiting[request.key]
-        request.block_ids = self._blocks.allocate(needed)
+        request.block_ids = self._blocks.allocate(needed, found)
+        self._prefixes.begin(found, request)
         request.stamp(LifetimeEventKind.PREFILL_BEGIN)
         self._running.add(request)
         return request
@@ -132,7 +140,9 @@ class PrefillScheduler:
             self._leases.grant(request.ticket, request.block_ids, request.computed)
         else:
             self._running.drop(request.key)
-        return [
+        news = [
             request.tell(sample, end, index=index)
             for index, sample, end in zip(request.indexes, samples, ends, strict=True)
         ]
+        news[0].cached_tokens = request.cached
+        return news

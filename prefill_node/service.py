@@ -31,7 +31,11 @@ class PrefillRole:
         node.blocks.on_free = node.loop.wake
         self.leases = Leases(node.blocks, node.config.lease_ttl_s)
         self.scheduler = PrefillScheduler(
-            node.config, node.blocks, self.leases, node.executor.shape.model.eos_token_ids
+            node.config,
+            node.blocks,
+            node.prefixes,
+            self.leases,
+            node.executor.shape.model.eos_token_ids,
         )
 
     @property

@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from splitserve.core.config import OVERLOAD_PAUSE_S
-from splitserve.core.node import NodeKind
 from splitserve.v1 import work_pb2
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Attempt:
 
     Attributes:
         ticket: The hand-over it belongs to.
-        num_tokens: Tokens given to the node.
+        num_tokens: Tokens given to the node whose KV it had not yet.
         session: The node.
         holder: Who takes its news.
         open: Indexes of the answers that the node computes, or may yet be pulled.
@@ -46,20 +45,32 @@ class Attempt:
     leased: bool = False
 
 
+class Load(NamedTuple):
+    """What one node has to do for this router.
+
+    Attributes:
+        answers: Answers it computes.
+        tokens: Tokens it was given with these, but for those whose KV it had.
+        leased_tokens: Tokens whose KV it only keeps.
+    """
+
+    answers: int
+    tokens: int
+    leased_tokens: int
+
+
 class Attempts:
     """All attempts on one node, by ticket.
 
     Args:
-        kind: Which half of the work the node does.
         on_room: Called whenever the node may have room for more.
 
     Attributes:
         by_ticket: Read by whoever hands out news; changed only here.
     """
 
-    def __init__(self, kind: NodeKind, on_room: Callable[[], None]) -> None:
+    def __init__(self, on_room: Callable[[], None]) -> None:
         self.by_ticket: dict[str, Attempt] = {}
-        self._kind = kind
         self._on_room = on_room
         self._limit: int | None = None
         self._refused_s = 0.0
@@ -68,17 +79,14 @@ class Attempts:
         return len(self.by_ticket)
 
     @property
-    def load(self) -> tuple[int, int, int]:
-        """What to compare nodes by; smaller is freer.
-
-        A prefill node's is its prompt tokens to compute, then those leased; a decode node's is its
-        answers, then their tokens.
-        """
-        computing = [a.num_tokens for a in self.by_ticket.values() if not a.leased]
-        if self._kind is NodeKind.DECODE:
-            return sum(len(a.open) for a in self.by_ticket.values()), sum(computing), 0
-        leased = sum(a.num_tokens for a in self.by_ticket.values() if a.leased)
-        return sum(computing), leased, len(computing)
+    def load(self) -> Load:
+        """How much the node has to do and to keep."""
+        computing = [a for a in self.by_ticket.values() if not a.leased]
+        return Load(
+            answers=sum(len(a.open) for a in computing),
+            tokens=sum(a.num_tokens for a in computing),
+            leased_tokens=sum(a.num_tokens for a in self.by_ticket.values() if a.leased),
+        )
 
     @property
     def has_room(self) -> bool:

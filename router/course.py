@@ -14,6 +14,7 @@ from router.admission import Prompt
 from router.answer import Answer
 from router.attempts import Attempt
 from router.dispatch import Dispatcher
+from router.prefixes import PromptKeys
 from router.session import NodeSession, migrated
 from router.tracker import TrackedRequest
 from splitserve.core.config import MAX_QUEUE_WAIT_S, RouterConfig
@@ -123,6 +124,8 @@ class Course:
 
     def _push(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
         """Tokens for an answer, and perhaps its end."""
+        if progress.cached_tokens and not self._retries:
+            self._request.cached_tokens = progress.cached_tokens
         answer = self._answers[progress.index]
         if progress.token_ids:
             attempt.untold.discard(progress.index)
@@ -288,14 +291,16 @@ class Course:
                 raise _final(error)
 
     async def _place(self, kind: NodeKind, start: Any, source: Attempt | None = None) -> Attempt:
+        prompt = PromptKeys(start.assignment.token_ids)
+
         def begin(session: NodeSession) -> Attempt:
             if source is not None and source not in self._held:
                 raise AttemptFailedError  # Its node was lost while we waited in line.
-            attempt = session.start(start, self)
+            attempt = session.start(start, self, prompt)
             self._held.append(attempt)
             return attempt
 
-        return await self._dispatcher.place(kind, begin, self._avoid)
+        return await self._dispatcher.place(kind, prompt, begin, self._avoid)
 
     def _release(self) -> None:
         """The request has ended: nodes drop what they hold, and nobody waits for it."""

@@ -1,10 +1,11 @@
-"""Which node: the freest one that has room, first come first served while none has."""
+"""Which node: the one with the least to do for it that has room, first come first served."""
 
 import asyncio
 from collections.abc import Callable, Collection
 
 from router.attempts import Attempt
 from router.members import Members
+from router.prefixes import PromptKeys
 from router.session import NodeSession
 from splitserve.core.config import OVERLOAD_PAUSE_S
 from splitserve.core.errors import UnavailableError
@@ -26,13 +27,15 @@ class Dispatcher:
     async def place(
         self,
         kind: NodeKind,
+        prompt: PromptKeys,
         start: Callable[[NodeSession], Attempt],
         avoid: Collection[NodeSession] = (),
     ) -> Attempt:
-        """Starts on the freest node; waits while all of that kind are full.
+        """Starts where least has to be done; waits while all nodes of that kind are full.
 
         Args:
             kind: Which half of the work.
+            prompt: What the node is to have the KV of; best if it has some of it already.
             start: Gives the chosen node the work, without delay.
             avoid: Nodes taken only if there are no others.
 
@@ -41,7 +44,7 @@ class Dispatcher:
         """
         async with self._first[kind]:
             while True:
-                if session := self._pick(kind, avoid):
+                if session := self._pick(kind, prompt, avoid):
                     return start(session)
                 try:
                     # A node that has refused is asked again after a while; no event tells.
@@ -50,10 +53,12 @@ class Dispatcher:
                 except TimeoutError:
                     continue
 
-    def _pick(self, kind: NodeKind, avoid: Collection[NodeSession]) -> NodeSession | None:
+    def _pick(
+        self, kind: NodeKind, prompt: PromptKeys, avoid: Collection[NodeSession]
+    ) -> NodeSession | None:
         usable = self._members.usable(kind)
         if not usable:
             raise UnavailableError(f"no {kind.label} node is joined")
         free = [session for session in usable if session.attempts.has_room]
         preferred = [session for session in free if session not in avoid] or free
-        return min(preferred, key=lambda session: session.attempts.load, default=None)
+        return min(preferred, key=lambda session: session.cost(prompt), default=None)

@@ -129,6 +129,7 @@ def _complete(last: router_pb2.GenerateResponse, tracked: TrackedRequest) -> Non
     tracked.note(LifetimeEventKind.FINISHED)
     last.usage.prompt_tokens = tracked.prompt_tokens
     last.usage.completion_tokens = tracked.completion_tokens
+    last.usage.cached_tokens = tracked.cached_tokens
     last.lifetime.CopyFrom(lifetime_to_proto(tracked.lifetime))
 
 

@@ -9,6 +9,7 @@ import grpc
 
 from router.attempts import Attempt, Attempts, Holder
 from router.clock import NodeClock
+from router.prefixes import GivenPrefixes, PromptKeys
 from splitserve.core.config import (
     CLOCK_PINGS,
     MAX_PENDING_COMMANDS,
@@ -37,6 +38,7 @@ class NodeSession:
     Attributes:
         info: What the node is.
         attempts: What it holds for this router.
+        prefixes: What it most likely has the KV of.
         leaving: Set once it takes no new work.
         lost: Why the stream is no more; empty while it stands.
     """
@@ -45,7 +47,8 @@ class NodeSession:
         self.info = info
         self.leaving = False
         self.lost = ""
-        self.attempts = Attempts(info.kind, on_room)
+        self.attempts = Attempts(on_room)
+        self.prefixes = GivenPrefixes(info)
         self._clock = NodeClock()
         self._silent_beats = 0
         self._command: Any = (
@@ -64,11 +67,24 @@ class NodeSession:
         """Whether it can be given work."""
         return not self.leaving and not self.lost
 
-    def start(self, start: Any, holder: Holder) -> Attempt:
+    def cost(self, prompt: PromptKeys) -> tuple[int, int, int]:
+        """What a prompt would have to wait for on this node, and do there; smaller is better.
+
+        On a prefill node that is prompt tokens to compute, its own included, but for those whose
+        KV is there; then those leased. On a decode node it is answers, then tokens to pull.
+        """
+        load = self.attempts.load
+        missing = len(prompt.token_ids) - self.prefixes.match(prompt)
+        if self.info.kind is NodeKind.DECODE:
+            return load.answers, missing, load.tokens
+        return load.tokens + missing, load.leased_tokens, load.answers
+
+    def start(self, start: Any, holder: Holder, prompt: PromptKeys) -> Attempt:
         """Gives the node a `PrefillStart` or `DecodeStart`."""
         assignment = start.assignment
         indexes = set(assignment.indexes)
-        tokens = len(assignment.token_ids)
+        tokens = len(prompt.token_ids) - self.prefixes.match(prompt)
+        self.prefixes.add(prompt)
         attempt = Attempt(assignment.ticket, tokens, self, holder, indexes, indexes.copy())
         self.attempts.add(attempt)
         self._send(self._command(start=start))

@@ -34,6 +34,7 @@ class TrackedRequest:
         request_id: Unique among live requests.
         lifetime: Its events so far.
         prompt_tokens: Tokens of its prompt, once they are known.
+        cached_tokens: Those of them that had not to be computed.
         completion_tokens: Tokens handed to its client, of all its answers.
         answers_left: Answers that have not ended.
         outcome: How it ended; None while nodes may still work for it.
@@ -44,6 +45,7 @@ class TrackedRequest:
         self.lifetime = Lifetime(request_id)
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.cached_tokens = 0
         self.answers_left = 1
         self.outcome: Outcome | None = None
         self._on_finish: list[Callable[[], None]] = []

@@ -42,10 +42,17 @@ Chat = Sequence[ChatTurn | Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens."""
+    """What a request cost, in tokens.
+
+    Attributes:
+        prompt_tokens: Of the prompt.
+        completion_tokens: Of all answers.
+        cached_tokens: Of the prompt, those whose KV was there from an earlier request.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +162,8 @@ def delta_from_proto(message: router_pb2.GenerateResponse) -> Delta:
     """The next piece of an answer."""
     usage = lifetime = None
     if message.HasField("usage"):
-        usage = Usage(message.usage.prompt_tokens, message.usage.completion_tokens)
+        told = message.usage
+        usage = Usage(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
     if message.HasField("lifetime"):
         lifetime = lifetime_from_proto(message.lifetime)
     return Delta(

@@ -27,7 +27,7 @@ def held(status: ClusterStatus) -> dict[str, object]:
     found: dict[str, object] = {"queued": status.queued, "running": status.running}
     for node in status.nodes:
         name = node.info.name
-        found[f"{name} blocks"] = node.blocks_total - node.blocks_free
+        found[f"{name} blocks"] = node.blocks_total - node.blocks_free - node.blocks_cached
         found[f"{name} requests"] = node.waiting + node.running + node.importing
     return {key: value for key, value in found.items() if value}
 

@@ -58,7 +58,7 @@ PREFILL_STATUS = NodeStatus(
         NodeKind.PREFILL, "127.0.0.1:1", "e1", "tiny", "f", 512, "float32", 16, 10, 4096,
         ("shm", "tcp"), "0.1.0", (RankInfo(134_500_000, 2_000_000), RankInfo(61_000, 2_000_000)),
     ),
-    10, 5, 2, 2, 1, 3, 4, 0, 100, 200, True,
+    10, 4, 1, 2, 2, 1, 3, 4, 0, 100, 200, 50, True,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from splitserve.core.node import NodeStatus
 _COUNTS = {
     "blocks_total": "blocks",
     "blocks_free": "free",
+    "blocks_cached": "cached",
     "blocks_owned": "owned",
     "blocks_leased": "leased",
     "blocks_quarantined": "quaran-\ntined",

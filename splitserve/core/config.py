@@ -137,6 +137,7 @@ class NodeConfig:
             computed to the end of its step, so on a CPU this is kept small.
         max_queued_requests: Most requests that wait on this node.
         max_concurrent_pulls: Most pulls at once (decode node).
+        prefix_cache: Whether the KV of earlier requests is kept and found again.
         lease_ttl_s: Life of a lease that its router no longer renews (prefill node).
         join_timeout_s: How long to look for the router before giving up.
         drain_timeout_s: How long running requests may take to finish after SIGTERM.
@@ -154,6 +155,7 @@ class NodeConfig:
     max_tokens_per_batch: int = 512
     max_queued_requests: int = 256
     max_concurrent_pulls: int = 2
+    prefix_cache: bool = True
     lease_ttl_s: float = 60.0
     join_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0

@@ -47,6 +47,7 @@ class NodeInfo:
         transports: Ways to move KV that the node can use, best first.
         version: Release of splitserve.
         ranks: What each rank holds, in order.
+        prefix_cache: Whether KV of earlier requests is kept and found again.
     """
 
     kind: NodeKind
@@ -62,6 +63,7 @@ class NodeInfo:
     transports: tuple[str, ...]
     version: str
     ranks: tuple[RankInfo, ...] = ()
+    prefix_cache: bool = True
 
     @property
     def name(self) -> str:
@@ -71,11 +73,12 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node's blocks and queues at one moment; free + owned + leased + quarantined = total."""
+    """A node's blocks and queues at one moment; the kinds of blocks add up to all."""
 
     info: NodeInfo
     blocks_total: int
     blocks_free: int
+    blocks_cached: int
     blocks_owned: int
     blocks_leased: int
     blocks_quarantined: int
@@ -84,4 +87,5 @@ class NodeStatus:
     importing: int
     computed_tokens_total: int
     sampled_tokens_total: int
+    cached_tokens_total: int
     serving: bool

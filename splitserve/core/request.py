@@ -60,6 +60,9 @@ class Request:
         status: Where it stands.
         block_ids: Its KV blocks in token order, on this node.
         computed: Tokens whose KV is in the cache.
+        cached: How many of them were there before the request came.
+        prefix_keys: Keys of its first full blocks, as far as anybody has asked for them.
+        remembered: How many of its full blocks can be found by their keys.
         events: What happened to it that its router has not been told.
     """
 
@@ -72,6 +75,9 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
+    cached: int = 0
+    prefix_keys: list[bytes] = field(default_factory=list)
+    remembered: int = 0
     events: list[LifetimeEvent] = field(default_factory=list)
 
     @property
@@ -142,6 +148,7 @@ class Progress:
         finish_reason: Set: the answer is complete and the node holds nothing of it.
         error: Set: all of the ticket failed here and the node holds nothing of it.
         index: Which of its answers.
+        cached_tokens: Prompt tokens that a prefill node had not to compute, with its first token.
     """
 
     ticket: str
@@ -151,3 +158,4 @@ class Progress:
     finish_reason: FinishReason | None = None
     error: SplitserveError | None = None
     index: int = 0
+    cached_tokens: int = 0

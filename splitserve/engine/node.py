@@ -17,6 +17,7 @@ from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.work import WorkHandler, WorkStreams
 from splitserve.kv.blocks import BlockManager
 from splitserve.kv.memory import sweep_stale
+from splitserve.kv.prefix import PrefixCache
 from splitserve.model.fingerprint import fingerprint
 from splitserve.rpc.convert import node_status_to_proto
 from splitserve.rpc.daemon import StopSignals, announce_ready
@@ -70,6 +71,7 @@ class Node:
         self.executor = executor
         self.rpc = rpc
         self.blocks = BlockManager(executor.shape.num_blocks, config.engine.block_size)
+        self.prefixes = PrefixCache(self.blocks, config.prefix_cache)
         self.loop = StepLoop(executor, lambda news: self.work.publish(news))
         self._serving = False
         self._drain = asyncio.Event()
@@ -113,6 +115,7 @@ class Node:
             info=self.info,
             blocks_total=counts.total,
             blocks_free=counts.free,
+            blocks_cached=counts.cached,
             blocks_owned=counts.owned,
             blocks_leased=counts.leased,
             blocks_quarantined=counts.quarantined,
@@ -121,6 +124,7 @@ class Node:
             importing=importing,
             computed_tokens_total=self.loop.computed_tokens_total,
             sampled_tokens_total=self.loop.sampled_tokens_total,
+            cached_tokens_total=self.prefixes.hit_tokens_total,
             serving=self._serving,
         )
 
@@ -213,6 +217,7 @@ def _describe(config: NodeConfig, executor: Executor, address: str, epoch: str) 
         transports=(executor.transport,),
         version=splitserve.__version__,
         ranks=executor.ranks,
+        prefix_cache=config.prefix_cache,
     )
 
 

@@ -62,6 +62,8 @@ def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
         opt("--max-batch-size", "Most requests in a step.", default=NodeConfig.max_batch_size),
         opt("--max-queued-requests", "Most requests that wait on this node.",
             default=NodeConfig.max_queued_requests),
+        opt("--no-prefix-cache", "Forget the KV of a request as soon as it has ended.",
+            is_flag=True),
         opt("--listen", "host:port to serve on; port 0 takes a free one.",
             default=f"127.0.0.1:{port}"),
         opt("--advertise", "host:port that the router and peers dial.", default="",
@@ -102,6 +104,7 @@ def node_config(
     launcher: str,
     threads: int | None,
     trace_dir: Path | None,
+    no_prefix_cache: bool,
     join_timeout: float,
     drain_timeout: float,
     **limits: Any,
@@ -129,5 +132,10 @@ def node_config(
         launch=launch,
     )
     return NodeConfig(
-        kind, engine, join_timeout_s=join_timeout, drain_timeout_s=drain_timeout, **limits
+        kind,
+        engine,
+        prefix_cache=not no_prefix_cache,
+        join_timeout_s=join_timeout,
+        drain_timeout_s=drain_timeout,
+        **limits,
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from splitserve.core.request import Request, RequestKey, RequestStatus
 from splitserve.engine.batch import Batch, BatchRow
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 
 class LiveRequests:
@@ -13,10 +14,15 @@ class LiveRequests:
 
     A request that is dropped while steps compute it keeps its blocks until those are over: the
     workers still write to them.
+
+    Args:
+        blocks: The node's blocks.
+        prefixes: Learns of every block that a step has filled.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, prefixes: PrefixCache) -> None:
         self._blocks = blocks
+        self._prefixes = prefixes
         self._by_key: dict[RequestKey, Request] = {}
         # Tokens that steps under way compute.
         self._under_way: Counter[RequestKey] = Counter()
@@ -53,6 +59,7 @@ class LiveRequests:
         for row in batch.rows:
             request = self._by_key[row.key]
             request.computed += len(row.token_ids)
+            self._prefixes.remember(request)
             self._under_way[row.key] -= len(row.token_ids)
             if not self._under_way[row.key]:
                 del self._under_way[row.key]

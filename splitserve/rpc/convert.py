@@ -122,6 +122,7 @@ def progress_to_proto(progress: Progress) -> work_pb2.Progress:
         logprobs=map(logprob_to_proto, progress.logprobs),
         events=map(event_to_proto, progress.events),
         finish_reason=finish_reason_to_proto(progress.finish_reason),
+        cached_tokens=progress.cached_tokens,
     )
     if progress.error is not None:
         message.error.code = progress.error.code
@@ -140,6 +141,7 @@ def progress_from_proto(message: work_pb2.Progress) -> Progress:
         finish_reason_from_proto(message.finish_reason),
         error_from_code(message.error.code, message.error.message) if failed else None,
         message.index,
+        message.cached_tokens,
     )
 
 
@@ -189,6 +191,7 @@ def answers_from_proto(message: work_pb2.DecodeStart) -> list[Request]:
             token_ids=[*request.token_ids, token],
             indexes=(index,),
             block_ids=[],
+            prefix_keys=[],
             events=[],
         )
         for index, token in zip(request.indexes, tokens, strict=True)
@@ -206,10 +209,12 @@ _INFO_SCALARS = (
     "num_blocks",
     "max_model_len",
     "version",
+    "prefix_cache",
 )
 _STATUS_SCALARS = (
     "blocks_total",
     "blocks_free",
+    "blocks_cached",
     "blocks_owned",
     "blocks_leased",
     "blocks_quarantined",
@@ -218,6 +223,7 @@ _STATUS_SCALARS = (
     "importing",
     "computed_tokens_total",
     "sampled_tokens_total",
+    "cached_tokens_total",
     "serving",
 )
 

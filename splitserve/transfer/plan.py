@@ -78,16 +78,18 @@ def plan_transfer(
     target_block_ids: Sequence[int],
     num_tokens: int,
     *,
+    first_token: int = 0,
     spread: int = 0,
 ) -> TransferPlan:
-    """Plans the copy of the first tokens of a sequence, and of nothing behind them.
+    """Plans the copy of a sequence's tokens, and of nothing behind them.
 
     Args:
         sources: What each source rank holds.
         target: What the target rank holds.
         source_block_ids: The sequence's blocks at the source, in token order.
         target_block_ids: The same at the target; blocks pair up by position alone.
-        num_tokens: How many tokens to copy.
+        num_tokens: How many tokens the sequence has.
+        first_token: Which of them is the first to copy.
         spread: Any number; target ranks with different ones read replicated heads from
             different sources.
 
@@ -108,7 +110,13 @@ def plan_transfer(
             )
     return TransferPlan(
         _regions(sources, target, spread),
-        _runs(source_block_ids, source_size, target_block_ids, target.block_size, num_tokens),
+        _runs(
+            source_block_ids,
+            source_size,
+            target_block_ids,
+            target.block_size,
+            range(first_token, num_tokens),
+        ),
     )
 
 
@@ -229,10 +237,10 @@ def _runs(
     source_size: int,
     target_ids: Sequence[int],
     target_size: int,
-    num_tokens: int,
+    wanted: range,
 ) -> tuple[Run, ...]:
     runs: list[Run] = []
-    for run in _pieces(source_ids, source_size, target_ids, target_size, num_tokens):
+    for run in _pieces(source_ids, source_size, target_ids, target_size, wanted):
         last = runs[-1] if runs else None
         whole = run.tokens == source_size == target_size
         if (
@@ -252,14 +260,14 @@ def _pieces(
     source_size: int,
     target_ids: Sequence[int],
     target_size: int,
-    num_tokens: int,
+    wanted: range,
 ) -> Iterator[Run]:
     """The longest runs of tokens that cross no block's end on either side."""
-    token = 0
-    while token < num_tokens:
+    token = wanted.start
+    while token < wanted.stop:
         source_index, source_offset = divmod(token, source_size)
         target_index, target_offset = divmod(token, target_size)
-        tokens = min(source_size - source_offset, target_size - target_offset, num_tokens - token)
+        tokens = min(source_size - source_offset, target_size - target_offset, wanted.stop - token)
         yield Run(
             source_ids[source_index],
             source_offset,

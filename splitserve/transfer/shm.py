@@ -73,6 +73,7 @@ class ShmImporter:
             handle.block_ids,
             job.block_ids,
             handle.num_tokens,
+            first_token=job.first_token,
             spread=self._rank,
         )
         num_source_blocks = min(memory.num_blocks for memory in handle.ranks)

@@ -13,11 +13,13 @@ class PullJob:
     Attributes:
         handle: Where the source's blocks lie.
         block_ids: Target blocks in token order, enough for ``handle.num_tokens``.
+        first_token: Which token is the first to be pulled; what is before it is there already.
         copies: Target blocks to copy afterwards, ``(from, to)``.
     """
 
     handle: KvHandle
     block_ids: tuple[int, ...]
+    first_token: int = 0
     copies: tuple[tuple[int, int], ...] = ()
 
 

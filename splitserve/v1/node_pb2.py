@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18splitserve/v1/node.proto\x12\rsplitserve.v1\"\xad\x02\n\x08NodeInfo\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.splitserve.v1.NodeKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x12\n\ntransports\x18\x0b \x03(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12&\n\x05ranks\x18\r \x03(\x0b\x32\x17.splitserve.v1.RankInfo\"2\n\x08RankInfo\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\"=\n\tJoinEvent\x12\'\n\x06joined\x18\x01 \x01(\x0b\x32\x15.splitserve.v1.JoinedH\x00\x42\x07\n\x05\x65vent\".\n\x06Joined\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x16\n\x14GetNodeStatusRequest\"\xaa\x02\n\nNodeStatus\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeInfo\x12\x14\n\x0c\x62locks_total\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_owned\x18\x04 \x01(\r\x12\x15\n\rblocks_leased\x18\x05 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x11\n\timporting\x18\t \x01(\r\x12\x1d\n\x15\x63omputed_tokens_total\x18\n \x01(\x04\x12\x1c\n\x14sampled_tokens_total\x18\x0b \x01(\x04\x12\x0f\n\x07serving\x18\x0c \x01(\x08*R\n\x08NodeKind\x12\x19\n\x15NODE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_KIND_PREFILL\x10\x01\x12\x14\n\x10NODE_KIND_DECODE\x10\x02\x32I\n\nMembership\x12;\n\x04Join\x12\x17.splitserve.v1.NodeInfo\x1a\x18.splitserve.v1.JoinEvent0\x01\x32\xa2\x01\n\x0bNodeControl\x12\x42\n\x05\x44rain\x12\x1b.splitserve.v1.DrainRequest\x1a\x1c.splitserve.v1.DrainResponse\x12O\n\rGetNodeStatus\x12#.splitserve.v1.GetNodeStatusRequest\x1a\x19.splitserve.v1.NodeStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18splitserve/v1/node.proto\x12\rsplitserve.v1\"\xc3\x02\n\x08NodeInfo\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.splitserve.v1.NodeKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x12\n\ntransports\x18\x0b \x03(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12&\n\x05ranks\x18\r \x03(\x0b\x32\x17.splitserve.v1.RankInfo\x12\x14\n\x0cprefix_cache\x18\x0e \x01(\x08\"2\n\x08RankInfo\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\"=\n\tJoinEvent\x12\'\n\x06joined\x18\x01 \x01(\x0b\x32\x15.splitserve.v1.JoinedH\x00\x42\x07\n\x05\x65vent\".\n\x06Joined\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x16\n\x14GetNodeStatusRequest\"\xde\x02\n\nNodeStatus\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeInfo\x12\x14\n\x0c\x62locks_total\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_owned\x18\x04 \x01(\r\x12\x15\n\rblocks_leased\x18\x05 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x11\n\timporting\x18\t \x01(\r\x12\x1d\n\x15\x63omputed_tokens_total\x18\n \x01(\x04\x12\x1c\n\x14sampled_tokens_total\x18\x0b \x01(\x04\x12\x0f\n\x07serving\x18\x0c \x01(\x08\x12\x15\n\rblocks_cached\x18\r \x01(\r\x12\x1b\n\x13\x63\x61\x63hed_tokens_total\x18\x0e \x01(\x04*R\n\x08NodeKind\x12\x19\n\x15NODE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_KIND_PREFILL\x10\x01\x12\x14\n\x10NODE_KIND_DECODE\x10\x02\x32I\n\nMembership\x12;\n\x04Join\x12\x17.splitserve.v1.NodeInfo\x1a\x18.splitserve.v1.JoinEvent0\x01\x32\xa2\x01\n\x0bNodeControl\x12\x42\n\x05\x44rain\x12\x1b.splitserve.v1.DrainRequest\x1a\x1c.splitserve.v1.DrainResponse\x12O\n\rGetNodeStatus\x12#.splitserve.v1.GetNodeStatusRequest\x1a\x19.splitserve.v1.NodeStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'splitserve.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEKIND']._serialized_start=868
-  _globals['_NODEKIND']._serialized_end=950
+  _globals['_NODEKIND']._serialized_start=942
+  _globals['_NODEKIND']._serialized_end=1024
   _globals['_NODEINFO']._serialized_start=44
-  _globals['_NODEINFO']._serialized_end=345
-  _globals['_RANKINFO']._serialized_start=347
-  _globals['_RANKINFO']._serialized_end=397
-  _globals['_JOINEVENT']._serialized_start=399
-  _globals['_JOINEVENT']._serialized_end=460
-  _globals['_JOINED']._serialized_start=462
-  _globals['_JOINED']._serialized_end=508
-  _globals['_DRAINREQUEST']._serialized_start=510
-  _globals['_DRAINREQUEST']._serialized_end=524
-  _globals['_DRAINRESPONSE']._serialized_start=526
-  _globals['_DRAINRESPONSE']._serialized_end=541
-  _globals['_GETNODESTATUSREQUEST']._serialized_start=543
-  _globals['_GETNODESTATUSREQUEST']._serialized_end=565
-  _globals['_NODESTATUS']._serialized_start=568
-  _globals['_NODESTATUS']._serialized_end=866
-  _globals['_MEMBERSHIP']._serialized_start=952
-  _globals['_MEMBERSHIP']._serialized_end=1025
-  _globals['_NODECONTROL']._serialized_start=1028
-  _globals['_NODECONTROL']._serialized_end=1190
+  _globals['_NODEINFO']._serialized_end=367
+  _globals['_RANKINFO']._serialized_start=369
+  _globals['_RANKINFO']._serialized_end=419
+  _globals['_JOINEVENT']._serialized_start=421
+  _globals['_JOINEVENT']._serialized_end=482
+  _globals['_JOINED']._serialized_start=484
+  _globals['_JOINED']._serialized_end=530
+  _globals['_DRAINREQUEST']._serialized_start=532
+  _globals['_DRAINREQUEST']._serialized_end=546
+  _globals['_DRAINRESPONSE']._serialized_start=548
+  _globals['_DRAINRESPONSE']._serialized_end=563
+  _globals['_GETNODESTATUSREQUEST']._serialized_start=565
+  _globals['_GETNODESTATUSREQUEST']._serialized_end=587
+  _globals['_NODESTATUS']._serialized_start=590
+  _globals['_NODESTATUS']._serialized_end=940
+  _globals['_MEMBERSHIP']._serialized_start=1026
+  _globals['_MEMBERSHIP']._serialized_end=1099
+  _globals['_NODECONTROL']._serialized_start=1102
+  _globals['_NODECONTROL']._serialized_end=1264
 # @@protoc_insertion_point(module_scope)

@@ -62,6 +62,7 @@ class NodeInfo(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     kind: Global___NodeKind.ValueType
     """Which half of the work it does."""
     address: _builtins.str
@@ -84,6 +85,8 @@ class NodeInfo(_message.Message):
     """Most tokens of prompt and answer together that the node takes."""
     version: _builtins.str
     """Release of splitserve that the node runs."""
+    prefix_cache: _builtins.bool
+    """Whether it keeps the KV of earlier requests and finds it again."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ways to move KV that the node can use, best first."""
@@ -108,10 +111,11 @@ class NodeInfo(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankInfo] | None = ...,
+        prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "epoch", b"epoch", "kind", b"kind", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "ranks", b"ranks", "transports", b"transports", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "epoch", b"epoch", "kind", b"kind", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "transports", b"transports", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,7 +252,7 @@ Global___GetNodeStatusRequest: _TypeAlias = GetNodeStatusRequest  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):
-    """A node's blocks and queues at one moment. free + owned + leased + quarantined = total."""
+    """A node's blocks and queues at one moment. free + cached + owned + leased + quarantined = total."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,10 +268,12 @@ class NodeStatus(_message.Message):
     COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     blocks_total: _builtins.int
     """All KV blocks."""
     blocks_free: _builtins.int
-    """Nobody's."""
+    """Nobody's, and nothing worth keeping in them."""
     blocks_owned: _builtins.int
     """A waiting or running request's."""
     blocks_leased: _builtins.int
@@ -286,6 +292,10 @@ class NodeStatus(_message.Message):
     """Tokens sampled since start."""
     serving: _builtins.bool
     """Joined to a router, warm and not draining."""
+    blocks_cached: _builtins.int
+    """Nobody's, but kept for requests that begin with the same tokens, until others need them."""
+    cached_tokens_total: _builtins.int
+    """Tokens since start whose KV was in such blocks: not computed (prefill), not pulled (decode)."""
     @_builtins.property
     def info(self) -> Global___NodeInfo:
         """What the node is."""
@@ -305,10 +315,12 @@ class NodeStatus(_message.Message):
         computed_tokens_total: _builtins.int = ...,
         sampled_tokens_total: _builtins.int = ...,
         serving: _builtins.bool = ...,
+        blocks_cached: _builtins.int = ...,
+        cached_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "computed_tokens_total", b"computed_tokens_total", "importing", b"importing", "info", b"info", "running", b"running", "sampled_tokens_total", b"sampled_tokens_total", "serving", b"serving", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "importing", b"importing", "info", b"info", "running", b"running", "sampled_tokens_total", b"sampled_tokens_total", "serving", b"serving", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

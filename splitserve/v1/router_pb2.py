@@ -26,7 +26,7 @@ from splitserve.v1 import common_pb2 as splitserve_dot_v1_dot_common__pb2
 from splitserve.v1 import node_pb2 as splitserve_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asplitserve/v1/router.proto\x12\rsplitserve.v1\x1a\x1asplitserve/v1/common.proto\x1a\x18splitserve/v1/node.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.splitserve.v1.Message\"\xc4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x13.splitserve.v1.ChatH\x00\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParamsB\x07\n\x05input\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x89\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.splitserve.v1.TokenLogprob\x12\x32\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.splitserve.v1.Usage\x12)\n\x08lifetime\x18\x08 \x01(\x0b\x32\x17.splitserve.v1.Lifetime\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"(\n\x12GetLifetimeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe7\x01\n\x0cRouterStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12;\n\x08\x66inished\x18\x05 \x03(\x0b\x32).splitserve.v1.RouterStatus.FinishedEntry\x12(\n\x05nodes\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.NodeStatus\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xb1\x02\n\x06Router\x12M\n\x08Generate\x12\x1e.splitserve.v1.GenerateRequest\x1a\x1f.splitserve.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.splitserve.v1.AbortRequest\x1a\x1c.splitserve.v1.AbortResponse\x12I\n\x0bGetLifetime\x12!.splitserve.v1.GetLifetimeRequest\x1a\x17.splitserve.v1.Lifetime\x12I\n\tGetStatus\x12\x1f.splitserve.v1.GetStatusRequest\x1a\x1b.splitserve.v1.RouterStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asplitserve/v1/router.proto\x12\rsplitserve.v1\x1a\x1asplitserve/v1/common.proto\x1a\x18splitserve/v1/node.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.splitserve.v1.Message\"\xc4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x13.splitserve.v1.ChatH\x00\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParamsB\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x89\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.splitserve.v1.TokenLogprob\x12\x32\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.splitserve.v1.Usage\x12)\n\x08lifetime\x18\x08 \x01(\x0b\x32\x17.splitserve.v1.Lifetime\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"(\n\x12GetLifetimeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe7\x01\n\x0cRouterStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12;\n\x08\x66inished\x18\x05 \x03(\x0b\x32).splitserve.v1.RouterStatus.FinishedEntry\x12(\n\x05nodes\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.NodeStatus\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xb1\x02\n\x06Router\x12M\n\x08Generate\x12\x1e.splitserve.v1.GenerateRequest\x1a\x1f.splitserve.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.splitserve.v1.AbortRequest\x1a\x1c.splitserve.v1.AbortResponse\x12I\n\x0bGetLifetime\x12!.splitserve.v1.GetLifetimeRequest\x1a\x17.splitserve.v1.Lifetime\x12I\n\tGetStatus\x12\x1f.splitserve.v1.GetStatusRequest\x1a\x1b.splitserve.v1.RouterStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,21 +44,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=217
   _globals['_GENERATEREQUEST']._serialized_end=413
   _globals['_USAGE']._serialized_start=415
-  _globals['_USAGE']._serialized_end=472
-  _globals['_GENERATERESPONSE']._serialized_start=475
-  _globals['_GENERATERESPONSE']._serialized_end=740
-  _globals['_ABORTREQUEST']._serialized_start=742
-  _globals['_ABORTREQUEST']._serialized_end=776
-  _globals['_ABORTRESPONSE']._serialized_start=778
-  _globals['_ABORTRESPONSE']._serialized_end=793
-  _globals['_GETLIFETIMEREQUEST']._serialized_start=795
-  _globals['_GETLIFETIMEREQUEST']._serialized_end=835
-  _globals['_GETSTATUSREQUEST']._serialized_start=837
-  _globals['_GETSTATUSREQUEST']._serialized_end=855
-  _globals['_ROUTERSTATUS']._serialized_start=858
-  _globals['_ROUTERSTATUS']._serialized_end=1089
-  _globals['_ROUTERSTATUS_FINISHEDENTRY']._serialized_start=1042
-  _globals['_ROUTERSTATUS_FINISHEDENTRY']._serialized_end=1089
-  _globals['_ROUTER']._serialized_start=1092
-  _globals['_ROUTER']._serialized_end=1397
+  _globals['_USAGE']._serialized_end=495
+  _globals['_GENERATERESPONSE']._serialized_start=498
+  _globals['_GENERATERESPONSE']._serialized_end=763
+  _globals['_ABORTREQUEST']._serialized_start=765
+  _globals['_ABORTREQUEST']._serialized_end=799
+  _globals['_ABORTRESPONSE']._serialized_start=801
+  _globals['_ABORTRESPONSE']._serialized_end=816
+  _globals['_GETLIFETIMEREQUEST']._serialized_start=818
+  _globals['_GETLIFETIMEREQUEST']._serialized_end=858
+  _globals['_GETSTATUSREQUEST']._serialized_start=860
+  _globals['_GETSTATUSREQUEST']._serialized_end=878
+  _globals['_ROUTERSTATUS']._serialized_start=881
+  _globals['_ROUTERSTATUS']._serialized_end=1112
+  _globals['_ROUTERSTATUS_FINISHEDENTRY']._serialized_start=1065
+  _globals['_ROUTERSTATUS_FINISHEDENTRY']._serialized_end=1112
+  _globals['_ROUTER']._serialized_start=1115
+  _globals['_ROUTER']._serialized_end=1420
 # @@protoc_insertion_point(module_scope)

@@ -454,12 +454,15 @@ class Progress(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """The hand-over, as in its assignment: late news of an earlier attempt cannot be mistaken."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set: the answer is complete and the node holds nothing of it."""
     index: _builtins.int
     """Which of the assignment's answers."""
+    cached_tokens: _builtins.int
+    """With the first token of a prefill node: how many prompt tokens it had not to compute."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled."""
@@ -486,10 +489,11 @@ class Progress(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         error: _common_pb2.Error | None = ...,
         index: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "events", b"events", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,7 +130,7 @@ async def test_fault_04_blocks_of_a_cancelled_lease_are_given_to_nobody_while_th
     world.leases.cancel("t")
     assert world.blocks.counts.quarantined == 2
     assert len(world.blocks.allocate(6)) == 6, "all others can be had"
-    assert world.blocks.num_free == 0
+    assert world.blocks.num_available == 0
     world.copy.may_end.set()
     with pytest.raises(FailedPreconditionError, match="the copy is void"):
         await pulling
@@ -142,7 +142,7 @@ async def test_fault_05_every_expired_lease_ends_not_only_the_first(world):
         world.lease(ticket)
     world.now_s = 10.0
     assert world.leases.expire() == ["a", "b", "c"]
-    assert world.blocks.num_free == 8
+    assert world.blocks.num_available == 8
 
 
 async def test_fault_06_a_stale_ticket_is_refused(world):

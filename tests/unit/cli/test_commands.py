@@ -199,7 +199,7 @@ def test_status_shows_the_router_and_its_nodes(run) -> None:
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
     assert " ".join(lines[0]).endswith("model tiny: 1 queued, 2 running, finished: 7 stop")
     assert ["prefill", "127.0.0.1:1", "tiny", "shm,", "tcp", "yes"] in lines
-    assert ["127.0.0.1:1", "10", "5", "2", "2", "1", "3", "4", "0"] in lines
+    assert ["127.0.0.1:1", "10", "4", "1", "2", "2", "1", "3", "4", "0"] in lines
     assert lines[-2:] == [
         ["127.0.0.1:1", "0", "134.5", "MB", "2.0", "MB"],
         ["127.0.0.1:1", "1", "61.0", "kB", "2.0", "MB"],

@@ -21,6 +21,7 @@ from splitserve.core.request import FinishReason, Progress, Request, TokenLogpro
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.batch import StepOutput
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 SOURCE = Source("127.0.0.1:1", "epoch")
 EOS = 2
@@ -29,15 +30,17 @@ EOS = 2
 class World:
     """A decode node without model and network: pulls end when the test says so."""
 
-    def __init__(self, num_blocks: int = 8, **limits: int) -> None:
+    def __init__(self, num_blocks: int = 8, prefix_cache: bool = False, **limits: int) -> None:
         config = NodeConfig(NodeKind.DECODE, EngineConfig(Path("unused")), **limits)
         self.blocks = BlockManager(num_blocks, block_size=4)
-        self.scheduler = DecodeScheduler(self.blocks, frozenset({EOS}))
+        prefixes = PrefixCache(self.blocks, prefix_cache)
+        self.scheduler = DecodeScheduler(self.blocks, prefixes, frozenset({EOS}))
         self.news: list[Progress] = []
         self.pulls: dict[str, asyncio.Future[None]] = {}
         self.queue = ImportQueue(
             config,
             self.blocks,
+            prefixes,
             lambda: self.scheduler.num_running,
             self._pull,
             self.scheduler.add,
@@ -109,7 +112,7 @@ async def test_admission_reserves_for_growth_so_nothing_runs_out(make_world):
     for _ in range(11):
         assert world.step()["a"].finish_reason is None
     assert world.step()["a"].finish_reason is FinishReason.LENGTH
-    assert world.blocks.num_free == 8
+    assert world.blocks.num_available == 8
 
 
 async def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it(make_world):
@@ -170,7 +173,7 @@ async def test_fault_04_blocks_being_written_come_back_only_after_the_copy(make_
     await world.settle()
     world.queue.cancel("a", {0})
     await world.settle()
-    assert world.blocks.num_free == 0, "the copy into a's blocks still runs"
+    assert world.blocks.num_available == 0, "the copy into a's blocks still runs"
     assert list(world.pulls) == ["a"]
     await world.finish_pull("a")
     assert list(world.pulls) == ["b"]
@@ -192,7 +195,7 @@ async def test_fault_22_a_failed_pull_is_told_and_its_blocks_come_back(make_worl
     await world.settle()
     assert isinstance(world.news[0].error, told)
     assert "secret" not in str(world.news[0].error)
-    assert world.blocks.num_free == 8
+    assert world.blocks.num_available == 8
     assert world.queue.num_importing == 0
 
 
@@ -226,7 +229,7 @@ async def test_a_pull_cancelled_before_its_first_step_gives_all_back(make_world)
     world.scheduler.finish(("runs", 0))
     await world.settle()
     assert world.queue.num_importing == world.queue.num_waiting == 0
-    assert world.blocks.num_free == 8
+    assert world.blocks.num_available == 8
 
 
 async def test_a_ticket_whose_cancelled_pull_goes_on_is_refused_until_it_is_over(make_world):
@@ -252,7 +255,7 @@ async def test_close_ends_every_pull_and_frees_its_blocks(make_world):
     await world.finish_pull("a")
     await closing
     assert world.queue.num_importing == 0
-    assert world.blocks.num_free == 8
+    assert world.blocks.num_available == 8
 
 
 async def test_a_request_dropped_during_a_step_keeps_its_blocks_until_the_step_is_over(make_world):
@@ -262,9 +265,9 @@ async def test_a_request_dropped_during_a_step_keeps_its_blocks_until_the_step_i
     await world.finish_pull("a")
     batch = world.scheduler.schedule()
     world.scheduler.finish(("a", 0))
-    assert world.blocks.num_free == 6
+    assert world.blocks.num_available == 6
     assert world.scheduler.update(batch, StepOutput(((TokenLogprob(7, 0.0),),))) == []
-    assert world.blocks.num_free == 8
+    assert world.blocks.num_available == 8
 
 
 async def test_answers_share_full_blocks_and_copy_the_last_one(make_world):
@@ -279,10 +282,10 @@ async def test_answers_share_full_blocks_and_copy_the_last_one(make_world):
     await world.finish_pull("a")
     assert world.scheduler.num_running == 3
     for index in range(3):
-        assert world.blocks.num_free == 16 - 7 + 2 * index
+        assert world.blocks.num_available == 16 - 7 + 2 * index
         world.scheduler.finish(("a", index))
     await world.settle()
-    assert world.blocks.num_free == 16
+    assert world.blocks.num_available == 16
 
 
 async def test_a_prompt_of_full_blocks_needs_no_copy(make_world):
@@ -305,7 +308,7 @@ async def test_an_answer_cancelled_in_mid_pull_gives_its_own_blocks_back_after_i
     assert world.blocks.counts.owned == 3
     assert list(world.step()) == ["a"]
     world.scheduler.finish(("a", 1))
-    assert world.blocks.num_free == 16
+    assert world.blocks.num_available == 16
 
 
 async def test_a_failed_pull_of_several_answers_is_told_once(make_world):
@@ -315,7 +318,7 @@ async def test_a_failed_pull_of_several_answers_is_told_once(make_world):
     world.pulls.pop("a").set_exception(FailedPreconditionError("lease: it ended"))
     await world.settle()
     assert len(world.news) == 1
-    assert world.blocks.num_free == 16
+    assert world.blocks.num_available == 16
 
 
 @pytest.mark.parametrize(("n", "says"), [(3, "max_batch_size|at most 2"), (2, "4 blocks")])
@@ -323,3 +326,58 @@ async def test_more_answers_than_can_ever_fit_are_refused_by_name(make_world, n,
     world = make_world(num_blocks=4, max_batch_size=2)
     with pytest.raises(InvalidArgumentError, match=f"n: {n}.*({says})"):
         world.submit("a", prompt=4, max_tokens=8, n=n)
+
+
+async def test_what_an_earlier_request_left_is_not_pulled_again(make_world):
+    world = make_world(prefix_cache=True)
+    world.submit("a", prompt=10, max_tokens=4)
+    await world.settle()
+    await world.finish_pull("a")
+    while not world.step()["a"].finish_reason:
+        pass
+    assert world.blocks.counts.cached == 3, "13 tokens have KV: three full blocks"
+    item = world.submit("b", prompt=9, max_tokens=4)
+    await world.settle()
+    assert item.cached_tokens == 8
+    assert world.blocks.counts.cached == 1
+    await world.finish_pull("b")
+    assert world.scheduler.num_running == 1
+
+
+async def test_fault_08_a_request_whose_kv_is_all_there_goes_through_the_hand_over_too(make_world):
+    world = make_world(prefix_cache=True)
+    for name in ("a", "b"):
+        item = world.submit(name, prompt=8)
+        await world.settle()
+        assert list(world.pulls) == [name], "the lease is opened and released in any case"
+        await world.finish_pull(name)
+        world.scheduler.finish((name, 0))
+    assert item.cached_tokens == 8
+    await world.settle()
+    assert world.blocks.num_available == 8
+
+
+async def test_answers_share_what_was_found_and_give_it_back_once_each(make_world):
+    world = make_world(num_blocks=16, prefix_cache=True)
+    world.submit("a", prompt=9)
+    await world.settle()
+    await world.finish_pull("a")
+    item = world.submit("b", prompt=9, n=3)
+    await world.settle()
+    assert item.cached_tokens == 8
+    assert len({tuple(answer.block_ids[:2]) for answer in item.answers}) == 1
+    world.pulls.pop("b").set_exception(FailedPreconditionError("lease: it ended"))
+    await world.settle()
+    assert world.blocks.counts.owned == 4, "a still runs"
+    world.scheduler.finish(("a", 0))
+    assert world.blocks.num_available == 16
+
+
+async def test_kv_of_a_pull_that_failed_is_never_found(make_world):
+    world = make_world(prefix_cache=True)
+    world.submit("a", prompt=8)
+    await world.settle()
+    world.pulls.pop("a").set_exception(FailedPreconditionError("lease: it ended"))
+    await world.settle()
+    assert world.blocks.counts.cached == 0
+    assert world.submit("b", prompt=8).cached_tokens == 0

@@ -1,4 +1,4 @@
-"""The ownership law under random histories of prompts, leases, readers and clocks."""
+"""The ownership law under random histories of prompts, prefixes, leases, readers and clocks."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,37 +26,77 @@ class Ownership(RuleBasedStateMachine):
         # The model: what each live lease holds and until when, and who copies from which blocks.
         self.live: dict[str, tuple[frozenset[int], float]] = {}
         self.copying: dict[Reading, frozenset[int]] = {}
+        # Prompts that run, with their keys and blocks; and what can be found in which block.
+        self.prompts: list[tuple[list[bytes], list[int]]] = []
+        self.content: dict[int, bytes] = {}
 
-    @rule(target=owned, count=st.integers(0, NUM_BLOCKS))
-    def allocate(self, count: int):
-        free = self.blocks.num_free
+    @rule(target=owned, name=st.integers(0, 3), count=st.integers(0, NUM_BLOCKS))
+    def begin_prompt(self, name: int, count: int):
+        keys = [f"{name} {index}".encode() for index in range(count)]
+        found = self.blocks.find(keys)
+        assert found == self.known_blocks(keys)
+        before = self.blocks.counts
+        fits = self.blocks.fit(count, found)
         try:
-            taken = self.blocks.allocate(count)
+            taken = self.blocks.allocate(count, found)
         except ResourceExhaustedError:
-            assert count > free
-            assert self.blocks.num_free == free
+            assert not fits
+            assert self.blocks.counts == before, "none was taken"
             return multiple()
-        assert count <= free
-        held = set().union(*(blocks for blocks, _ in self.live.values()), *self.copying.values())
-        assert not held & set(taken), "a block that is leased or being read was given away"
-        return taken
+        assert fits
+        assert taken[: len(found)] == found
+        fresh = set(taken[len(found) :])
+        assert len(fresh) == count - len(found)
+        assert not fresh & self.held(), "a block that somebody holds was given to another"
+        if len(fresh) <= before.free:
+            assert self.blocks.counts.cached == before.cached - len(set(found) - self.held())
+        self.content = {b: key for b, key in self.content.items() if b not in fresh}
+        self.prompts.append((keys, taken))
+        return keys, taken
 
-    @rule(block_ids=consumes(owned))
-    def finish_prompt(self, block_ids: list[int]):
-        self.blocks.free(block_ids)
+    @rule(prompt=owned, count=st.integers(0, NUM_BLOCKS))
+    def fill(self, prompt, count: int):
+        if prompt not in self.prompts:
+            return
+        for key, block_id in list(zip(*prompt, strict=True))[:count]:
+            known = set(self.content.values())
+            self.blocks.remember(key, block_id)
+            if key not in known and block_id not in self.content:
+                self.content[block_id] = key
 
-    @rule(block_ids=consumes(owned), owners=st.integers(1, 4))
-    def share(self, block_ids: list[int], owners: int):
-        free = self.blocks.num_free
-        self.blocks.share(block_ids, owners)
+    @rule(prompt=consumes(owned))
+    def finish_prompt(self, prompt):
+        self.end(prompt)
+
+    @rule(prompt=consumes(owned), owners=st.integers(1, 4))
+    def share(self, prompt, owners: int):
+        counts = self.blocks.counts
+        self.blocks.share(prompt[1], owners)
         for _ in range(owners - 1):
-            self.blocks.free(block_ids)
-            assert self.blocks.num_free == free, "another owner still needs them"
-        self.blocks.free(block_ids)
-        assert self.blocks.num_free == free + len(block_ids)
+            self.blocks.free(prompt[1])
+            assert self.blocks.counts == counts, "another owner still needs them"
+        self.end(prompt)
 
-    @rule(target=tickets, block_ids=consumes(owned))
-    def grant(self, block_ids: list[int]):
+    def end(self, prompt):
+        self.prompts.remove(prompt)
+        self.blocks.free(prompt[1])
+
+    def held(self) -> set[int]:
+        return set().union(
+            *(block_ids for _, block_ids in self.prompts),
+            *(blocks for blocks, _ in self.live.values()),
+            *self.copying.values(),
+        )
+
+    def known_blocks(self, keys: list[bytes]) -> list[int]:
+        where = {key: block for block, key in self.content.items()}
+        found = [where.get(key) for key in keys]
+        return found[: found.index(None)] if None in found else found
+
+    @rule(target=tickets, prompt=consumes(owned))
+    def grant(self, prompt):
+        self.prompts.remove(prompt)
+        _, block_ids = prompt
         ticket = f"ticket-{self.next_ticket}"
         self.next_ticket += 1
         self.leases.grant(ticket, block_ids, num_tokens=4 * len(block_ids))
@@ -113,13 +153,18 @@ class Ownership(RuleBasedStateMachine):
             del self.live[ticket]
 
     @invariant()
-    def the_four_states_add_up(self):
+    def the_five_states_add_up(self):
         self.blocks.check()
         counts = self.blocks.counts
-        assert counts.free + counts.owned + counts.leased + counts.quarantined == NUM_BLOCKS
         leased = set().union(*(blocks for blocks, _ in self.live.values()))
+        copied = set().union(*self.copying.values())
+        owned = set().union(*(block_ids for _, block_ids in self.prompts))
+        cached = set(self.content) - leased - copied - owned
         assert counts.leased == len(leased)
-        assert counts.quarantined == len(set().union(*self.copying.values()) - leased)
+        assert counts.quarantined == len(copied - leased)
+        assert counts.owned == len(owned - copied - leased)
+        assert counts.cached == len(cached)
+        assert counts.free == NUM_BLOCKS - len(leased | copied | owned | cached)
         assert len(self.leases) == len(self.live)
 
 

@@ -14,16 +14,24 @@ from splitserve.core.request import FinishReason, Request, TokenLogprob
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.batch import Batch, StepOutput
 from splitserve.kv.blocks import BlockManager
+from splitserve.kv.prefix import PrefixCache
 
 EOS = 2
+PARAMS = SamplingParams(max_tokens=8, seed=1)
 
 
 class World:
-    def __init__(self, num_blocks: int = 16, **limits: int) -> None:
+    def __init__(self, num_blocks: int = 16, prefix_cache: bool = False, **limits: int) -> None:
         config = NodeConfig(NodeKind.PREFILL, EngineConfig(Path("unused")), **limits)
         self.blocks = BlockManager(num_blocks, block_size=4)
         self.leases = Leases(self.blocks, ttl_s=60.0)
-        self.scheduler = PrefillScheduler(config, self.blocks, self.leases, frozenset({EOS}))
+        self.scheduler = PrefillScheduler(
+            config,
+            self.blocks,
+            PrefixCache(self.blocks, prefix_cache),
+            self.leases,
+            frozenset({EOS}),
+        )
 
     def add(
         self, name: str, length: int, indexes: tuple[int, ...] = (0,), **sampling: object
@@ -119,9 +127,9 @@ def test_fault_14_a_cancelled_prompt_stops_at_the_next_chunk():
     world.add("long", 300)
     batch = world.scheduler.schedule()
     world.scheduler.finish(("long", 0))
-    assert world.blocks.num_free == 25, "the running step still writes to its blocks"
+    assert world.blocks.num_available == 25, "the running step still writes to its blocks"
     assert world.finish_step(batch) == {}
-    assert world.blocks.num_free == 100
+    assert world.blocks.num_available == 100
     assert world.scheduler.schedule() is None
 
 
@@ -185,4 +193,78 @@ def test_answers_that_all_end_with_their_first_token_lease_nothing():
     world.step()
     assert {p.finish_reason for p in world.news} == {FinishReason.LENGTH}
     assert "a" not in world.leases
-    assert world.blocks.num_free == 16
+    assert world.blocks.num_available == 16
+
+
+def test_a_prompt_begins_behind_what_an_earlier_one_has_left():
+    world = World(prefix_cache=True)
+    world.add("a", 11)
+    world.step()
+    world.leases.cancel("a")
+    assert world.blocks.counts.cached == 2, "two full blocks; the third is not worth keeping"
+    longer = world.add("b", 14)
+    batch, _ = world.step()
+    assert chunks(batch) == [("b", 8, 6)]
+    assert world.news[0].cached_tokens == longer.cached == 8
+
+
+def test_the_last_token_is_computed_though_all_are_cached():
+    world = World(prefix_cache=True)
+    for name in ("a", "b"):
+        world.add(name, 8)
+        batch, _ = world.step()
+    assert chunks(batch) == [("b", 4, 4)]
+    assert world.blocks.counts.leased == 3, "the first block twice: for both tickets"
+    world.leases.cancel("a")
+    assert world.blocks.counts.leased == 2
+    world.leases.cancel("b")
+    assert world.blocks.counts.cached == 2
+
+
+def test_a_prompt_joins_the_blocks_that_a_running_one_has_filled():
+    world = World(prefix_cache=True, max_tokens_per_batch=8)
+    world.add("a", 20)
+    world.step()
+    world.add("b", 20)
+    assert chunks(world.step()[0]) == [("a", 8, 8)]
+    assert chunks(world.step()[0]) == [("a", 16, 4), ("b", 16, 4)]
+
+
+def test_cached_blocks_give_way_the_least_recently_used_and_the_ends_of_prompts_first():
+    world = World(num_blocks=6, prefix_cache=True)
+    for first in (100, 200):
+        request = Request("r", list(range(first, first + 12)), 12, PARAMS, str(first))
+        world.scheduler.add(request)
+        world.step()
+        world.leases.cancel(request.ticket)
+    assert world.blocks.counts.cached == 6
+    world.add("c", 8)
+    world.step()
+    world.leases.cancel("c")
+    again = {}
+    for first in (100, 200):
+        request = Request("r", list(range(first, first + 12)), 12, PARAMS, f"again {first}")
+        world.scheduler.add(request)
+        again[first] = world.step()[0].rows[0].start
+        world.leases.cancel(request.ticket)
+    assert again == {100: 4, 200: 4}, "c took the end of 100, and 100 then that of 200"
+
+
+def test_fault_07_leased_blocks_are_never_evicted():
+    world = World(num_blocks=4, prefix_cache=True)
+    world.add("a", 16)
+    world.step()
+    world.add("b", 16)
+    assert world.scheduler.schedule() is None, "b finds three of a's blocks, and none of its own"
+    world.leases.cancel("a")
+    assert chunks(world.step()[0]) == [("b", 12, 4)]
+
+
+def test_without_a_prefix_cache_nothing_is_kept():
+    world = World(prefix_cache=False)
+    for name in ("a", "b"):
+        world.add(name, 8)
+        batch, _ = world.step()
+        world.leases.cancel(name)
+    assert chunks(batch) == [("b", 0, 8)]
+    assert world.blocks.counts.free == 16

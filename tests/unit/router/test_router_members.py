@@ -84,15 +84,47 @@ async def test_work_goes_to_the_least_loaded_node(cluster: Cluster) -> None:
     busy = next(node for node in firsts if node.starts)
     other = next(node for node in firsts if not node.starts)
     for number in range(3):
-        calls.append(cluster.call([5] * 30))
+        calls.append(cluster.call([6 + number] * 30))
         await until(lambda n=number: len(other.starts) == n + 1)
     assert len(busy.starts) == 1
-    calls.append(cluster.call([5] * 30))  # 90 prompt tokens are fewer than 100
+    calls.append(cluster.call([9] * 30))  # 90 prompt tokens are fewer than 100
     await until(lambda: len(other.starts) == 4)
-    calls.append(cluster.call([5] * 30))
+    calls.append(cluster.call([10] * 30))
     await until(lambda: len(busy.starts) == 2)
     for call in calls:
         call.cancel()
+
+
+async def test_a_prompt_goes_where_its_beginning_is_unless_that_node_has_far_more_to_do(
+    cluster: Cluster,
+) -> None:
+    firsts = [await cluster.prefill() for _ in range(3)]
+    await cluster.decode()
+    turns = [[7] * 64, [7] * 100, [7] * 130]
+    await cluster.ask(turns[0], max_tokens=4)
+    holder = next(node for node in firsts if node.starts)
+    for turn in turns[1:]:
+        await cluster.ask(turn, max_tokens=4)
+    assert len(holder.starts) == 3
+    holder.behave = ignore
+    calls = [cluster.call([7] * 130 + [8] * 40)]  # 42 tokens to compute
+    await until(lambda: len(holder.starts) == 4)
+    calls.append(cluster.call([7] * 130 + [9] * 60))  # 62 more there, 190 elsewhere
+    await until(lambda: len(holder.starts) == 5)
+    calls.append(cluster.call([7] * 64 + [9] * 50))  # 104 + 50 there, 114 elsewhere
+    await until(lambda: sum(len(node.starts) for node in firsts) == 6)
+    assert len(holder.starts) == 5
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_node_without_a_prefix_cache_attracts_nobody(cluster: Cluster) -> None:
+    plain = await cluster.prefill(prefix_cache=False)
+    await cluster.decode()
+    await cluster.ask([7] * 64, max_tokens=4)
+    session = next(s for s in cluster.router.members.sessions if s.info.kind is NodeKind.PREFILL)
+    assert plain.starts
+    assert len(session.prefixes) == 0
 
 
 async def test_decode_work_goes_to_the_node_with_fewest_requests(cluster: Cluster) -> None:

@@ -74,7 +74,7 @@ def test_lifetime():
 
 
 def test_node_info_and_status():
-    status = NodeStatus(INFO, 10, 1, 2, 3, 4, 5, 6, 7, 8, 9, True)
+    status = NodeStatus(INFO, 10, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, True)
     assert convert.node_status_from_proto(convert.node_status_to_proto(status)) == status
 
 

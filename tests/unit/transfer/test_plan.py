@@ -55,13 +55,13 @@ class Sequence:
     block_ids: list[int]
     num_blocks: int
 
-    def caches(self, truth: np.ndarray | None) -> list[np.ndarray]:
+    def caches(self, truth: np.ndarray | None, first_token: int = 0) -> list[np.ndarray]:
         """Each rank's cache; with the sequence in its blocks, and elsewhere -1."""
         caches = []
         for rank in self.layouts:
             cache = np.full((self.num_blocks, *rank.block_shape), -1, np.int64)
             if truth is not None:
-                for token in range(truth.shape[0]):
+                for token in range(first_token, truth.shape[0]):
                     block = self.block_ids[token // rank.block_size]
                     part = truth[
                         token,
@@ -92,25 +92,35 @@ def pairs(draw) -> tuple[Sequence, Sequence, int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(pairs(), st.integers(0, 3))
-def test_any_layout_pulls_any_other_and_each_element_exactly_once(pair, spread):
+@given(pairs(), st.integers(0, 3), st.data())
+def test_any_layout_pulls_any_other_and_each_element_exactly_once(pair, spread, data):
     source, target, num_tokens = pair
+    # Where the target has the beginning already, it pulls only what it lacks.
+    first_token = data.draw(st.one_of(st.just(0), st.integers(0, num_tokens)))
     model = source.layouts[0]
     truth = np.arange(num_tokens * model.num_layers * 2 * model.num_kv_heads * HEAD_DIM).reshape(
         num_tokens, model.num_layers, 2, model.num_kv_heads, HEAD_DIM
     )
     given_caches = dict(enumerate(source.caches(truth)))
-    expected = target.caches(truth)
+    expected = target.caches(truth, first_token)
     for rank, wanted in zip(target.layouts, expected, strict=True):
         plan = plan_transfer(
-            source.layouts, rank, source.block_ids, target.block_ids, num_tokens, spread=spread
+            source.layouts,
+            rank,
+            source.block_ids,
+            target.block_ids,
+            num_tokens,
+            first_token=first_token,
+            spread=spread,
         )
         got = np.full_like(wanted, -1)
         size_bytes = copy_planned(plan, given_caches, got)
         # Equal to a direct copy, and nothing else touched; with as many bytes as there are
         # elements, none was copied twice.
         np.testing.assert_array_equal(got, wanted)
-        assert size_bytes == 8 * num_tokens * rank.layers * 2 * rank.heads * HEAD_DIM
+        assert (
+            size_bytes == 8 * (num_tokens - first_token) * rank.layers * 2 * rank.heads * HEAD_DIM
+        )
 
 
 def test_blocks_pair_by_position_not_by_id_or_arrival():
