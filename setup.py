@@ -5,6 +5,7 @@ GB for a few headers. So `make install` builds without isolation, against the to
 the library, and everywhere else the package is plain Python, which computes the same, slower.
 """
 
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,12 @@ FLAGS = [
     # GCC 12 warns of its own header for AVX-512.
     "-Wno-maybe-uninitialized",
 ]
+# For `make asan`: "address" finds reads and writes beyond what is ours.
+if SANITIZER := os.environ.get("SPLITSERVE_SANITIZER"):
+    SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-omit-frame-pointer", "-g1"]
+    FLAGS += SANITIZE
+else:
+    SANITIZE = []
 INSTRUCTION_SETS = {"plain": []}
 if platform.machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS["avx2"] = ["-mavx2", "-mfma"]
@@ -78,6 +85,7 @@ class BuildKernels(build_ext):
             str(target),
             libraries=["c10", "torch_cpu"],
             library_dirs=[str(torch / "lib")],
+            extra_postargs=SANITIZE,
             target_lang="c++",
         )
         say(f"native kernels built for {', '.join(INSTRUCTION_SETS)}: {target.name}")

@@ -30,6 +30,7 @@ struct Kernels {
   decltype(&plain::linear) linear;
   decltype(&plain::rms_norm) rms_norm;
   decltype(&plain::silu_gate) silu_gate;
+  decltype(&plain::weight_sums) weight_sums;
   decltype(&plain::rotate_and_store) rotate_and_store;
   decltype(&plain::copy_run) copy_run;
 };
@@ -37,7 +38,7 @@ struct Kernels {
 #define SPLITSERVE_KERNELS(isa)                                                        \
   Kernels {                                                                            \
     #isa, isa::panel_width, isa::attend, isa::linear, isa::rms_norm, isa::silu_gate,   \
-        isa::rotate_and_store, isa::copy_run                                           \
+        isa::weight_sums, isa::rotate_and_store, isa::copy_run                         \
   }
 
 // The best that this processor has. SPLITSERVE_KERNELS=plain or avx2 asks for less: for tests.
@@ -396,6 +397,30 @@ Tensor silu_gate(const Tensor& gate_up) {
   return out;
 }
 
+constexpr std::int64_t kMostLanes = 16;
+
+Tensor weight_sums(const Tensor& logits, const Tensor& rows, const Tensor& shifts,
+                   const Tensor& scales, std::int64_t stretch) {
+  check_all({&logits, &shifts, &scales}, at::kFloat, "each tensor");
+  check(rows, at::kLong, "rows");
+  const std::int64_t count = rows.numel();
+  TORCH_CHECK(logits.dim() == 2 && shifts.numel() == count && scales.numel() == count,
+              "shifts and scales must be one per row");
+  TORCH_CHECK(stretch > 0 && stretch % kMostLanes == 0, "stretch must be a multiple of ",
+              kMostLanes);
+  check_among(rows, logits.size(0), "rows");
+  const std::int64_t width = logits.size(1);
+  Tensor sums = at::empty({count, (width + stretch - 1) / stretch}, logits.options());
+  const WeightSums call{logits.const_data_ptr<float>(), rows.const_data_ptr<std::int64_t>(),
+                        shifts.const_data_ptr<float>(), scales.const_data_ptr<float>(),
+                        sums.mutable_data_ptr<float>(), width,
+                        stretch};
+  split_rows(count, width, kLeastElements, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t index = first; index < last; ++index) kernels().weight_sums(call, index);
+  });
+  return sums;
+}
+
 void rotate_and_store(Tensor& heads, const Tensor& cos, const Tensor& sin, Tensor& cache,
                       std::int64_t layer, const Tensor& block_of, const Tensor& offset_of) {
   const bool half = is_half(heads, "heads");
@@ -493,6 +518,9 @@ TORCH_LIBRARY(splitserve, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   library.def("silu_gate(Tensor gate_up) -> Tensor");
   library.def(
+      "weight_sums(Tensor logits, Tensor rows, Tensor shifts, Tensor scales, int stretch) "
+      "-> Tensor");
+  library.def(
       "rotate_and_store(Tensor(a!) heads, Tensor cos, Tensor sin, Tensor(b!) cache, int layer, "
       "Tensor block_of, Tensor offset_of) -> ()");
   library.def("copy_runs(Tensor(a!) target, Tensor source, int[] part, Tensor runs) -> ()");
@@ -504,6 +532,7 @@ TORCH_LIBRARY_IMPL(splitserve, CPU, library) {
   library.impl("paged_attention", &splitserve::paged_attention);
   library.impl("rms_norm", &splitserve::rms_norm);
   library.impl("silu_gate", &splitserve::silu_gate);
+  library.impl("weight_sums", &splitserve::weight_sums);
   library.impl("rotate_and_store", &splitserve::rotate_and_store);
   library.impl("copy_runs", &splitserve::copy_runs);
 }

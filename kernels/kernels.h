@@ -88,6 +88,17 @@ struct Rowwise {
   bool half;           // bfloat16, not float
 };
 
+// How likely tokens are, summed up in stretches for a draw to walk along.
+struct WeightSums {
+  const float* logits;        // [all rows, width]
+  const std::int64_t* rows;   // [rows]
+  const float* shifts;        // [rows]
+  const float* scales;        // [rows]
+  float* sums;                // [rows, stretches]
+  std::int64_t width;
+  std::int64_t stretch;       // a multiple of the widest vector's lanes
+};
+
 // Rotary positions for queries and keys, in place, and keys and values into the cache.
 struct RotateAndStore {
   void* heads;                      // [T, H + 2K, D]: queries, keys, values
@@ -144,6 +155,7 @@ struct CopyRun {
   void linear(const PackedLinear& call, std::int64_t first_panel, std::int64_t last_panel);  \
   void rms_norm(const Rowwise& call, const float* weight, float eps);                        \
   void silu_gate(const Rowwise& call);                                                       \
+  void weight_sums(const WeightSums& call, std::int64_t index);                              \
   void rotate_and_store(const RotateAndStore& call, std::int64_t first, std::int64_t last);  \
   void copy_run(const CopyRegion& region, const CopyRun& run);                               \
   }

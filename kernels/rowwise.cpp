@@ -1,5 +1,6 @@
 // The small operators between the large ones: each is one pass over its rows, where torch needs
 // three to five calls that cost more than their work. They compute in float whatever they are given.
+#include <algorithm>
 #include <cmath>
 
 #include "vector.h"
@@ -26,6 +27,12 @@ void norm_rows(const Rowwise& call, const float* weight, float eps) {
 }
 
 inline Floats gated(Floats gate, Floats up) { return gate / (exponential(-gate) + 1.0f) * up; }
+
+// What is too unlikely for a normal float weighs nothing.
+inline Floats weight(Floats x, Floats shift, Floats scale) {
+  const Floats power = (x - shift) * scale;
+  return power < splat(-87.0f) ? Floats{} : exponential(power);
+}
 
 template <class Element>
 void gate_rows(const Rowwise& call) {
@@ -93,6 +100,21 @@ void rms_norm(const Rowwise& call, const float* weight, float eps) {
 // gate * sigmoid(gate) * up (SwiGLU, Shazeer, 2020): [rows, 2 width] to [rows, width].
 void silu_gate(const Rowwise& call) {
   call.half ? gate_rows<BFloat16>(call) : gate_rows<float>(call);
+}
+
+// Sums of exp((x - shift) * scale) over each stretch of a row of logits.
+void weight_sums(const WeightSums& call, std::int64_t index) {
+  const float* x = call.logits + call.rows[index] * call.width;
+  float* total = call.sums + index * ((call.width + call.stretch - 1) / call.stretch);
+  const Floats shift = splat(call.shifts[index]), scale = splat(call.scales[index]);
+  for (std::int64_t begin = 0; begin < call.width; begin += call.stretch, ++total) {
+    const std::int64_t end = std::min(begin + call.stretch, call.width);
+    Floats sums = {};
+    std::int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) sums += weight(load(x + i), shift, scale);
+    *total = sum(sums);
+    for (; i < end; ++i) *total += weight(splat(x[i]), shift, scale)[0];
+  }
 }
 
 // Rotates queries and keys and files keys and values.

@@ -14,7 +14,7 @@ import torch
 log = logging.getLogger(__name__)
 
 SWITCH = "SPLITSERVE_NATIVE"
-"""Environment variable; ``0`` keeps the kernels out."""
+"""Environment variable; ``0`` keeps the kernels out, the path of a library takes that one."""
 
 TILE_DEPTH = 32
 """Inputs that a bfloat16 product takes at once; kernels.h says the same."""
@@ -31,10 +31,12 @@ def library() -> Path:
 
 
 def _load() -> bool:
-    if os.environ.get(SWITCH) == "0" or not library().is_file():
+    switch = os.environ.get(SWITCH, "")
+    path = Path(switch) if switch not in ("", "0") else library()
+    if switch == "0" or not path.is_file():
         return False
     try:
-        torch.ops.load_library(str(library()))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
         log.warning("native kernels cannot be loaded", extra={"error": str(error)})
         return False

@@ -99,6 +99,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the sampler needs to know earlier tokens."""
         return (

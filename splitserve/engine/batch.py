@@ -1,9 +1,25 @@
-"""What one step computes, and what it produced: plain data between a node and its workers."""
+"""What one step computes, and what it produced: plain data between a node and its workers.
 
+Every step of many requests is pickled, so both pack themselves: an object for each token would
+cost more than a small model's step.
+"""
+
+import pickle
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any
 
 from splitserve.core.request import Request, RequestKey, TokenLogprob
 from splitserve.core.sampling import SamplingParams
+
+MAX_PACKED_PARAMS = 4096
+"""Sampling parameters kept packed, and unpacked at the other end; requests keep theirs for life."""
+
+_NUMBERS = "I"
+"""Array type of token ids, positions and blocks: 32 bits without a sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +65,9 @@ class BatchRow:
     """
 
     key: RequestKey
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     start: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     samples: tuple[SampleSpec, ...]
 
     @classmethod
@@ -81,6 +97,17 @@ class Batch:
         """Tokens computed in this step."""
         return sum(len(row.token_ids) for row in self.rows)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = self.rows
+        sizes = [(r.start, len(r.token_ids), len(r.block_ids), len(r.samples)) for r in rows]
+        return _unpacked_batch, (
+            [row.key for row in rows],
+            array(_NUMBERS, chain.from_iterable(sizes)),
+            array(_NUMBERS, chain.from_iterable(row.token_ids for row in rows)),
+            array(_NUMBERS, chain.from_iterable(row.block_ids for row in rows)),
+            [_packed_spec(spec) for row in rows for spec in row.samples],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -92,3 +119,72 @@ class StepOutput:
     """
 
     samples: tuple[tuple[TokenLogprob, ...], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        flat = list(chain.from_iterable(self.samples))
+        return _unpacked_output, (
+            array(_NUMBERS, map(len, self.samples)),
+            array(_NUMBERS, [sample.token_id for sample in flat]),
+            {i: (one.logprob, one.top) for i, one in enumerate(flat) if one.logprob or one.top},
+        )
+
+
+def _unpacked_batch(
+    keys: list[RequestKey],
+    sizes: "array[int]",
+    token_ids: "array[int]",
+    block_ids: "array[int]",
+    packed_specs: list[tuple[Any, ...]],
+) -> Batch:
+    rows = []
+    token = block = 0
+    specs = map(_unpacked_spec, packed_specs)
+    numbers = iter(sizes)
+    for key, start, tokens, blocks, samples in zip(
+        keys, numbers, numbers, numbers, numbers, strict=True
+    ):
+        rows.append(
+            BatchRow(
+                key,
+                token_ids[token : token + tokens],
+                start,
+                block_ids[block : block + blocks],
+                tuple([next(specs) for _ in range(samples)]),
+            )
+        )
+        token += tokens
+        block += blocks
+    return Batch(tuple(rows))
+
+
+def _unpacked_output(
+    counts: "array[int]",
+    token_ids: "array[int]",
+    logprobs: dict[int, tuple[float, tuple[tuple[int, float], ...]]],
+) -> StepOutput:
+    flat = [TokenLogprob(token_id, 0.0) for token_id in token_ids]
+    for index, (logprob, top) in logprobs.items():
+        flat[index] = TokenLogprob(flat[index].token_id, logprob, top)
+    samples = iter(flat)
+    return StepOutput(tuple([tuple([next(samples) for _ in range(count)]) for count in counts]))
+
+
+def _packed_spec(spec: SampleSpec) -> tuple[Any, ...]:
+    return (
+        _packed_params(spec.params), spec.position, spec.prompt_ids, spec.output_ids, spec.index
+    )  # fmt: skip
+
+
+def _unpacked_spec(packed: tuple[Any, ...]) -> SampleSpec:
+    return SampleSpec(_unpacked_params(packed[0]), *packed[1:])
+
+
+@lru_cache(MAX_PACKED_PARAMS)
+def _packed_params(params: SamplingParams) -> bytes:
+    return pickle.dumps(params, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+@lru_cache(MAX_PACKED_PARAMS)
+def _unpacked_params(packed: bytes) -> SamplingParams:
+    params: SamplingParams = pickle.loads(packed)
+    return params

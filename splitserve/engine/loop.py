@@ -26,6 +26,7 @@ class StepLoop:
         self._executor = executor
         self._publish = publish
         self._wake = asyncio.Event()
+        self._news: list[Progress] = []
         self._under_way: deque[tuple[Batch, asyncio.Task[StepOutput]]] = deque()
         self.computed_tokens_total = 0
         self.sampled_tokens_total = 0
@@ -41,6 +42,11 @@ class StepLoop:
                 while self._has_room and (batch := scheduler.schedule()) is not None:
                     step = asyncio.create_task(self._executor.execute(batch))
                     self._under_way.append((batch, step))
+                if self._news:
+                    # Only once the next step is on its way: the workers need not wait for this.
+                    await asyncio.sleep(0)
+                    news, self._news = self._news, []
+                    self._publish(news)
                 await self._wait()
                 # Steps end in the order they began. After each comes the next of the same requests:
                 # with two taken at once, what the first ends would change who is in the second.
@@ -71,4 +77,4 @@ class StepLoop:
     def _update(self, scheduler: Scheduler, batch: Batch, output: StepOutput) -> None:
         self.computed_tokens_total += batch.num_tokens
         self.sampled_tokens_total += sum(map(len, output.samples))
-        self._publish(scheduler.update(batch, output))
+        self._news += scheduler.update(batch, output)

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from splitserve import native
 from splitserve.core.errors import InternalError
 from splitserve.core.request import TokenLogprob
 from splitserve.core.sampling import MAX_SEED, SamplingParams
@@ -52,29 +54,77 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[TokenLogprob]:
     # A NaN is its row's argmax.
     if not np.isfinite(rows[np.arange(len(rows)), likeliest]).all():
         raise InternalError("logits: not finite; the weights or the KV cache are broken")
+    tokens: list[int] = likeliest.tolist()
+    plain: list[int] = []
+    for index, spec in enumerate(specs):
+        if spec.params.greedy and not spec.params.has_penalties:
+            continue
+        if spec.params.has_penalties or spec.params.filters:
+            tokens[index] = _choose(rows[index], tokens[index], spec)
+        else:
+            plain.append(index)
+    if plain:
+        best = rows[plain, likeliest[plain]]
+        sums = _chunk_sums(logits, plain, best, [specs[index] for index in plain])
+        for index, top, chunks in zip(plain, best, sums, strict=True):
+            tokens[index] = _draw(rows[index], top, chunks, specs[index])
     return [
-        _with_logprobs(_choose(row, top, spec), row, spec.params)
-        for row, top, spec in zip(rows, likeliest.tolist(), specs, strict=True)
+        _with_logprobs(token, row, spec.params)
+        for token, row, spec in zip(tokens, rows, specs, strict=True)
     ]
 
 
 def _choose(row: Floats, likeliest: int, spec: SampleSpec) -> int:
-    params = spec.params
-    if params.has_penalties:
+    """The next token where not all logits count as they are."""
+    if spec.params.has_penalties:
         row = _penalised(row, spec)
         likeliest = int(row.argmax())
-    if params.greedy:
+    if spec.params.greedy:
         return likeliest
-    # Shifted first, so that no temperature overflows; the best token's weight is one.
-    weights = row - row[likeliest]
+    weights = _weights(row, row[likeliest], spec.params)
+    kept = _filtered(weights, spec.params)
+    if kept is not None:
+        weights = weights[kept]
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK), dtype=np.float64)
+    chunk, rest = _walk(sums, uniform(spec) * float(sums.sum()))
+    index = chunk * _CHUNK + _walk(weights[chunk * _CHUNK : (chunk + 1) * _CHUNK], rest)[0]
+    return index if kept is None else int(kept[index])
+
+
+def _draw(row: Floats, best: np.float32, sums: Floats, spec: SampleSpec) -> int:
+    """The next token where all count; the weights of only one chunk are looked at one by one."""
+    chunk, rest = _walk(sums, uniform(spec) * float(sums.sum(dtype=np.float64)))
+    part = row[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+    return chunk * _CHUNK + _walk(_weights(part, best, spec.params), rest)[0]
+
+
+def _chunk_sums(
+    logits: Tensor, rows: list[int], best: Floats, specs: Sequence[SampleSpec]
+) -> Floats:
+    """Sums of the weights of each chunk of some rows: ``[rows, chunks]``."""
+    if native.available:
+        scales = [1.0 / max(spec.params.temperature, _TINY) for spec in specs]
+        sums: Tensor = native.ops.weight_sums(
+            logits, torch.tensor(rows), torch.from_numpy(best), torch.tensor(scales), _CHUNK
+        )
+        return sums.numpy()
+    begins = np.arange(0, logits.shape[1], _CHUNK)
+    return np.stack(
+        [
+            np.add.reduceat(_weights(row, top, spec.params), begins)
+            for row, top, spec in zip(logits[rows].numpy(), best, specs, strict=True)
+        ]
+    )
+
+
+def _weights(logits: Floats, best: np.float32, params: SamplingParams) -> Floats:
+    """How likely tokens are, the best one's weight being one."""
+    # Shifted first, so that no temperature overflows.
+    weights = logits - best
     with np.errstate(over="ignore"):
         weights /= np.float32(max(params.temperature, _TINY))
     np.exp(weights, out=weights)
-    kept = _filtered(weights, params)
-    if kept is not None:
-        weights = weights[kept]
-    index = _invert(weights, uniform(spec))
-    return index if kept is None else int(kept[index])
+    return weights
 
 
 def uniform(spec: SampleSpec) -> float:
@@ -85,26 +135,18 @@ def uniform(spec: SampleSpec) -> float:
     return (word >> 11) * 2.0**-53
 
 
-def _invert(weights: Floats, draw: float) -> int:
-    """The first token at which the running total passes the draw's share of it.
+def _walk(weights: Floats, threshold: float) -> tuple[int, float]:
+    """Index at which the running total passes a threshold, and how far into that weight it lies.
 
     Chunk sums first, then the tokens of one chunk: a running total over the whole vocabulary
     takes six times as long.
     """
-    begins = np.arange(0, len(weights), _CHUNK)
-    chunks = np.cumsum(np.add.reduceat(weights, begins, dtype=np.float64))
-    threshold = draw * chunks[-1]
-    chunk = _passed(chunks, threshold)
-    before = chunks[chunk - 1] if chunk else 0.0
-    totals = np.cumsum(weights[begins[chunk] : begins[chunk] + _CHUNK], dtype=np.float64)
-    return int(begins[chunk]) + _passed(totals, threshold - before)
-
-
-def _passed(totals: NDArray[np.float64], threshold: float) -> int:
-    """Index of the first total above the threshold; what has no weight never is the first."""
+    totals = np.cumsum(weights, dtype=np.float64)
     # Rounding may lift the threshold to the last total, which nothing would be above.
     below = min(threshold, math.nextafter(totals[-1], 0.0))
-    return int(np.searchsorted(totals, below, side="right"))
+    # What has no weight is never passed.
+    index = int(np.searchsorted(totals, below, side="right"))
+    return index, below - (float(totals[index - 1]) if index else 0.0)
 
 
 def _penalised(row: Floats, spec: SampleSpec) -> Floats:

@@ -14,7 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,7 +44,7 @@ class Row:
     begin: int
     count: int
     start: int
-    block_ids: tuple[int, ...]
+    block_ids: NDArray[np.int64]
 
     @property
     def length(self) -> int:
@@ -247,12 +249,12 @@ class AttentionPlan:
         )
 
     def _singles(self, rows: list[Row]) -> _Singles:
-        width = max(-(-row.length // self._pages.block_size) for row in rows)
-        ids = [row.block_ids[:width] for row in rows]
         window = self._window
         return _Singles(
             tokens=torch.tensor([row.begin for row in rows]),
-            table=torch.tensor([[*part, *[0] * (width - len(part))] for part in ids]),
+            table=_table(
+                [row.block_ids[: -(-row.length // self._pages.block_size)] for row in rows]
+            ),
             begins=torch.tensor(
                 [0 if window is None else max(0, row.length - window) for row in rows]
             ),
@@ -280,13 +282,11 @@ class AttentionPlan:
             group.sort(key=lambda row: row.begin)
         return groups
 
-    def _gather(self, rows: Sequence[Row], blocks: Sequence[Sequence[int]]) -> _Gather:
-        width = max(len(ids) for ids in blocks)
-        # Padding reads a row's own last block once more: memory it has touched anyway.
-        table = torch.tensor([[*ids, *[ids[-1]] * (width - len(ids))] for ids in blocks])
+    def _gather(self, rows: Sequence[Row], blocks: Sequence[NDArray[np.int64]]) -> _Gather:
+        table = _table(blocks)
         pages = self._pages
         index = pages.block_rows(table).transpose(1, 2)
-        shape = (2, len(rows), pages.kv_heads, width * pages.block_size, pages.head_dim)
+        shape = (2, len(rows), pages.kv_heads, table.shape[1] * pages.block_size, pages.head_dim)
         return _Gather(index.reshape(-1), shape)
 
     def _group(self, rows: Sequence[Row], *, whole: bool) -> _DecodeGroup:
@@ -333,6 +333,18 @@ class AttentionPlan:
             past_end=row.start - first * size,
             mask=mask,
         )
+
+
+def _table(blocks: Sequence[NDArray[np.int64]]) -> Tensor:
+    """Rows' blocks, ``[rows, longest]``; the shorter end with their last block again.
+
+    It is read as padding by plain torch: memory that the row has touched anyway.
+    """
+    table = np.empty((len(blocks), max(map(len, blocks))), dtype=np.int64)
+    for row, ids in zip(table, blocks, strict=True):
+        row[: len(ids)] = ids
+        row[len(ids) :] = ids[-1]
+    return torch.from_numpy(table)
 
 
 class Step:

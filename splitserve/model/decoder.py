@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,34 +47,31 @@ class ModelInput:
                 blocks in token order, and whether the last token's logits are wanted.
             block_size: Tokens in a block.
         """
-        laid: list[Row] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        block_of: list[int] = []
-        begun: list[int] = []
-        wanted: list[int] = []
-        for token_ids, start, block_ids, wants_logits in rows:
-            row = Row(len(tokens), len(token_ids), start, tuple(block_ids))
-            assert row.count > 0, "a row computes at least one token"
-            assert row.length <= len(block_ids) * block_size, "a row's tokens fit its blocks"
-            laid.append(row)
-            tokens += token_ids
-            positions += range(start, row.length)
-            block_of += [block_ids[place // block_size] for place in range(start, row.length)]
-            last_block = (row.length - 1) // block_size
-            if row.length % block_size and last_block * block_size >= start:
-                begun.append(block_ids[last_block])
-            if wants_logits:
-                wanted.append(len(tokens) - 1)
-        position = torch.tensor(positions, dtype=torch.int64)
+        counts = np.array([len(token_ids) for token_ids, *_ in rows], dtype=np.int64)
+        starts = np.array([start for _, start, *_ in rows], dtype=np.int64)
+        blocks = [np.asarray(block_ids, dtype=np.int64) for _, _, block_ids, _ in rows]
+        lengths, sizes = starts + counts, np.array([len(ids) for ids in blocks], dtype=np.int64)
+        assert (counts > 0).all(), "a row computes at least one token"
+        assert (lengths <= sizes * block_size).all(), "a row's tokens fit its blocks"
+        begins = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) + np.repeat(starts - begins, counts)
+        # Where each row's blocks begin among all of them, laid one after the other.
+        tables, table_begins = np.concatenate(blocks), np.cumsum(sizes) - sizes
+        last_blocks = (lengths - 1) // block_size
+        begun = (lengths % block_size != 0) & (last_blocks * block_size >= starts)
+        wanted = np.array([wants_logits for *_, wants_logits in rows], dtype=bool)
         return cls(
-            rows=tuple(laid),
-            token_ids=torch.tensor(tokens, dtype=torch.int64),
-            positions=position,
-            block_of=torch.tensor(block_of, dtype=torch.int64),
-            offset_of=position % block_size,
-            begun_blocks=torch.tensor(begun, dtype=torch.int64),
-            logits_of=torch.tensor(wanted, dtype=torch.int64),
+            rows=tuple(map(Row, begins.tolist(), counts.tolist(), starts.tolist(), blocks)),
+            token_ids=torch.from_numpy(
+                np.concatenate([np.asarray(ids, dtype=np.int64) for ids, *_ in rows])
+            ),
+            positions=torch.from_numpy(positions),
+            block_of=torch.from_numpy(
+                tables[np.repeat(table_begins, counts) + positions // block_size]
+            ),
+            offset_of=torch.from_numpy(positions % block_size),
+            begun_blocks=torch.from_numpy(tables[(table_begins + last_blocks)[begun]]),
+            logits_of=torch.from_numpy((begins + counts - 1)[wanted]),
         )
 
 

@@ -32,7 +32,7 @@ def test_each_answer_is_that_of_its_own_seed_alone(client, one_process, length):
 
 def test_a_prompt_is_computed_and_pulled_once(client):
     before = counts(client)
-    answers = client.generate(token_ids=prompt(200), sampling=SAMPLING).completions()
+    answers = client.generate(token_ids=prompt(201)[1:], sampling=SAMPLING).completions()
     after = counts(client)
     assert after["prefill"] - before["prefill"] == 200
     assert after["decode"] - before["decode"] == 5 * 23

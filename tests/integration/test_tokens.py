@@ -117,7 +117,7 @@ def test_eos_ends_an_answer_unless_it_is_ignored(client, one_process):
 
 
 def test_a_lifetime_has_every_event_in_order_and_says_how_the_kv_moved(client):
-    generation = client.generate(token_ids=prompt(33), sampling=SAMPLINGS["greedy"])
+    generation = client.generate(token_ids=prompt(34)[1:], sampling=SAMPLINGS["greedy"])
     lifetime = generation.completion().lifetime
     assert [event.kind for event in lifetime.events] == WHOLE_LIFE
     times = [event.time_ns for event in lifetime.events]

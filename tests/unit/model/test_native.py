@@ -284,6 +284,23 @@ def test_heads_are_rotated_and_filed(
     assert int((cache != 7.0).any(-1).sum()) == tokens * 4
 
 
+@SETTINGS
+@given(
+    width=st.integers(1, 600),
+    rows=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    scale=st.sampled_from([1.0, 0.1, 30.0, 1e38]),
+)
+def test_weights_are_summed_up_in_stretches(width: int, rows: list[int], scale: float) -> None:
+    torch.manual_seed(width)
+    logits, stretch = torch.randn(4, width) * 5, 32
+    best = logits[rows].amax(-1)
+    scales = torch.full((len(rows),), scale)
+    got = native.ops.weight_sums(logits, torch.tensor(rows), best, scales, stretch)
+    weights = ((logits[rows].double() - best.double()[:, None]) * scale).exp()
+    padded = functional.pad(weights, (0, -width % stretch))
+    assert_close(got, padded.view(len(rows), -1, stretch).sum(-1))
+
+
 def test_more_threads_change_nothing() -> None:
     x, weight = torch.randn(33, 500), torch.randn(900, 500)
     packed = native.ops.pack_linear(weight)
@@ -295,7 +312,8 @@ def test_more_threads_change_nothing() -> None:
         torch.set_num_threads(1)
 
 
-def test_kernels_for_any_processor_are_right_too() -> None:
+@pytest.mark.parametrize("instruction_set", ["plain", "avx2"])
+def test_kernels_for_any_processor_are_right_too(instruction_set: str) -> None:
     """Which kernels run is settled when the library is loaded: this takes another process."""
     here = Path(__file__)
     done: Any = subprocess.run(
@@ -310,10 +328,10 @@ def test_kernels_for_any_processor_are_right_too() -> None:
             "-p",
             "no:cacheprovider",
         ],
-        env={**os.environ, "SPLITSERVE_KERNELS": "plain"},
+        env={**os.environ, "SPLITSERVE_KERNELS": instruction_set},
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=None if "LD_PRELOAD" in os.environ else 110,
     )
     assert done.returncode == 0, done.stdout[-3000:]
