@@ -33,10 +33,11 @@ proto: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \
 	    --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. proto/splitserve/v1/*.proto
 
-# The kernels' tests once more under AddressSanitizer, in every instruction set of this processor.
+# The kernels' tests under AddressSanitizer; SPLITSERVE_KERNELS=plain or avx2 for other processors'.
 asan: install
 	SPLITSERVE_SANITIZER=address $(BIN)/python setup.py -q build_ext --build-temp build/asan/objects --build-lib build/asan
-	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
+	ASAN_OPTIONS=detect_leaks=0:log_path=build/asan/report \
+	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	    SPLITSERVE_NATIVE=$$(echo build/asan/splitserve/native-torch-*.so) \
 	    $(BIN)/pytest --timeout 1200 tests/unit/model/test_native.py tests/unit/transfer/test_copy.py
 

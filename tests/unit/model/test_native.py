@@ -1,11 +1,7 @@
 """Native kernels compute what torch computes."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,28 +306,3 @@ def test_more_threads_change_nothing() -> None:
         assert torch.equal(native.ops.linear(x, packed, 900, None, None), alone)
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("instruction_set", ["plain", "avx2"])
-def test_kernels_for_any_processor_are_right_too(instruction_set: str) -> None:
-    """Which kernels run is settled when the library is loaded: this takes another process."""
-    here = Path(__file__)
-    done: Any = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            here,
-            "-k",
-            "not processor",
-            "-p",
-            "no:cacheprovider",
-        ],
-        env={**os.environ, "SPLITSERVE_KERNELS": instruction_set},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=None if "LD_PRELOAD" in os.environ else 110,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
