@@ -7,7 +7,7 @@ it and all its growth; until then its KV waits in prefill memory.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +48,8 @@ class Import:
     Attributes:
         answers: Equal but for their index and last token, which has no KV yet; at least one.
         source: Where the KV is to be pulled from.
+        num_tokens: Tokens whose KV is pulled.
+        early: Whether the prompt is still computed, and the answers' last token yet to come.
         block_ids: The blocks that it is pulled into, in token order.
         cached_tokens: Tokens at the beginning of which the node has the KV already.
         copies: Blocks to copy afterwards, ``(from, to)``: each answer writes to its own last one.
@@ -56,6 +58,8 @@ class Import:
 
     answers: Sequence[Request]
     source: Source
+    num_tokens: int
+    early: bool = False
     block_ids: tuple[int, ...] = ()
     cached_tokens: int = 0
     copies: tuple[tuple[int, int], ...] = ()
@@ -65,11 +69,6 @@ class Import:
     def ticket(self) -> str:
         """The hand-over that it is."""
         return self.answers[0].ticket
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose KV is pulled."""
-        return len(self.answers[0].token_ids) - 1
 
     @property
     def wanted(self) -> list[Request]:
@@ -163,6 +162,10 @@ class ImportQueue:
         self._check(item)
         if item.ticket in self._importing:
             raise UnavailableError("an earlier pull of this request has not ended here yet")
+        if item.early and (self._waiting or not self._try(item)):
+            raise ResourceExhaustedError("blocks: no room for a prompt that is still computed")
+        if item.early:
+            return
         if len(self._waiting) >= self._config.max_queued_requests:
             raise ResourceExhaustedError(
                 f"queue: {len(self._waiting)} requests wait to be pulled; "
@@ -171,35 +174,68 @@ class ImportQueue:
         self._waiting[item.ticket] = item
         self.admit()
 
+    def first_tokens(self, ticket: str, tokens: Mapping[int, int]) -> None:
+        """The prompt of an early import is complete.
+
+        Args:
+            ticket: The import's; unknown ones are ignored.
+            tokens: The next token of each answer that goes on; others are dropped.
+        """
+        item, pull = self._importing.get(ticket, (None, None))
+        if item is None or pull is None or not item.early:
+            return
+        item.early = False
+        for answer in item.answers:
+            index = answer.indexes[0]
+            if index in tokens:
+                answer.token_ids.append(tokens[index])
+            else:
+                item.cancelled.add(index)
+        item.answers[0].stamp(LifetimeEventKind.MIGRATION_BEGIN)
+        if pull.done():
+            self._finish(item, pull)
+
     def cancel(self, ticket: str, indexes: Collection[int]) -> None:
         """Drops answers; of those being pulled, blocks come back once the copy is over."""
-        item, task = self._importing.get(ticket, (self._waiting.get(ticket), None))
+        item, pull = self._importing.get(ticket, (self._waiting.get(ticket), None))
         if item is not None:
             item.cancelled.update(indexes)
             if not item.wanted:
                 self._waiting.pop(ticket, None)
-                if task is not None:
-                    task.cancel()
+                if pull is not None and not pull.cancel() and item.early:
+                    # Pulled, and waiting for what will not come.
+                    item.early = False
+                    self._finish(item, pull)
         self.admit()
 
     def admit(self) -> None:
         """Starts every pull that fits, oldest first; call when blocks or places came back."""
-        while self._waiting and len(self._importing) < self._config.max_concurrent_pulls:
+        while self._waiting:
             ticket, item = next(iter(self._waiting.items()))
-            importing = sum(len(other.answers) for other, _ in self._importing.values())
-            places = self._config.max_batch_size - self._num_running() - importing
-            found = self._prefixes.find(item.answers[0], item.num_tokens)
-            fits = self._blocks.fit(item.num_blocks(self._blocks), found)
-            if len(item.wanted) > places or not fits:
+            if not self._try(item):
                 return
             del self._waiting[ticket]
-            item.take(self._blocks, found)
-            self._prefixes.begin(found, *item.answers)
+
+    def _try(self, item: Import) -> bool:
+        """Starts a pull if it fits; says whether it did."""
+        # Early pulls are as slow as their prompts: they have places of their own.
+        pulls = sum(other.early == item.early for other, _ in self._importing.values())
+        importing = sum(len(other.answers) for other, _ in self._importing.values())
+        places = self._config.max_batch_size - self._num_running() - importing
+        if pulls >= self._config.max_concurrent_pulls or len(item.wanted) > places:
+            return False
+        found = self._prefixes.find(item.answers[0], item.num_tokens)
+        if not self._blocks.fit(item.num_blocks(self._blocks), found):
+            return False
+        item.take(self._blocks, found)
+        self._prefixes.begin(found, *item.answers)
+        if not item.early:
             item.answers[0].stamp(LifetimeEventKind.MIGRATION_BEGIN)
-            pull = asyncio.create_task(self._pull(item))
-            # No coroutine around it: one that is cancelled before its first step never runs.
-            pull.add_done_callback(partial(self._pulled, item))
-            self._importing[ticket] = (item, pull)
+        pull = asyncio.create_task(self._pull(item))
+        # No coroutine around it: one that is cancelled before its first step never runs.
+        pull.add_done_callback(partial(self._pulled, item))
+        self._importing[item.ticket] = (item, pull)
+        return True
 
     async def close(self) -> None:
         """Ends every pull; for a node that stops."""
@@ -223,6 +259,11 @@ class ImportQueue:
             )
 
     def _pulled(self, item: Import, pull: "asyncio.Task[KvTransfer]") -> None:
+        failed = pull.cancelled() or pull.exception() is not None
+        if failed or not item.early:
+            self._finish(item, pull)
+
+    def _finish(self, item: Import, pull: "asyncio.Task[KvTransfer]") -> None:
         first = item.answers[0]
         error = asyncio.CancelledError() if pull.cancelled() else pull.exception()
         if error is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import replace
 
 import grpc
 
@@ -14,12 +15,15 @@ from splitserve.kv.handle import KvHandle
 from splitserve.rpc.channel import open_channel
 from splitserve.rpc.convert import handle_from_proto
 from splitserve.rpc.errors import error_from_rpc
-from splitserve.transfer.transport import PullJob
+from splitserve.transfer.transport import PullJob, PullResult
 from splitserve.v1 import kv_pb2, kv_pb2_grpc
 
 MAX_SOURCE_CHANNELS = 64
 """Prefill nodes this node stays connected to; far more than pulls can run at once, so that the
 one unused for longest, which goes first, is idle."""
+
+
+OpenCall = grpc.aio.UnaryStreamCall[kv_pb2.OpenRequest, kv_pb2.KvHandle]
 
 
 class Puller:
@@ -52,11 +56,7 @@ class Puller:
             kv_pb2.OpenRequest(ticket=item.ticket, epoch=source.epoch, reader_epoch=self._epoch)
         )
         try:
-            handle = await self._read_handle(opened, source.address)
-            self._check(handle, item.num_tokens)
-            result = await self._executor.pull(
-                PullJob(handle, item.block_ids, item.cached_tokens, item.copies)
-            )
+            result = await self._copy(item, opened)
             released = await stub.Release(
                 kv_pb2.ReleaseRequest(
                     ticket=item.ticket, epoch=source.epoch, reader_epoch=self._epoch
@@ -70,28 +70,37 @@ class Puller:
             opened.cancel()
         if not released.intact:
             raise FailedPreconditionError("lease: it ended before the pull did; the copy is void")
-        return KvTransfer(handle.transport, result.size_bytes, result.duration_ns)
+        return KvTransfer(self._executor.transport, result.size_bytes, result.duration_ns)
 
     async def close(self) -> None:
         """Closes every connection."""
         for channel in self._channels.values():
             await channel.close()
 
-    async def _read_handle(
-        self,
-        opened: "grpc.aio.UnaryStreamCall[kv_pb2.OpenRequest, kv_pb2.KvHandle]",
-        address: str,
-    ) -> KvHandle:
+    async def _copy(self, item: Import, opened: OpenCall) -> PullResult:
+        """Copies all tokens, those of a prompt that is still computed as they come."""
         try:
             async with asyncio.timeout(RPC_TIMEOUT_S):
-                message = await opened.read()
+                handle = handle_from_proto(await _next(opened, item))
         except TimeoutError:
             raise UnavailableError(
-                f"source: {address} did not answer within {RPC_TIMEOUT_S:g} s"
+                f"source: {item.source.address} did not answer within {RPC_TIMEOUT_S:g} s"
             ) from None
-        if not isinstance(message, kv_pb2.KvHandle):
-            raise UnavailableError(f"source: {address} ended the call")
-        return handle_from_proto(message)
+        done, size_bytes, duration_ns = item.cached_tokens, 0, 0
+        while True:
+            self._check(handle, item.num_tokens)
+            if handle.num_tokens > done or not handle.growing:
+                copies = () if handle.growing else item.copies
+                job = PullJob(handle, item.block_ids, done, copies)
+                result = await self._executor.pull(job)
+                done = max(done, handle.num_tokens)
+                size_bytes += result.size_bytes
+                duration_ns += result.duration_ns
+            if not handle.growing:
+                return PullResult(size_bytes, duration_ns)
+            # How long a prompt takes is its prefill node's business; a lost one ends the call.
+            news = await _next(opened, item)
+            handle = replace(handle, num_tokens=news.num_tokens, growing=news.growing)
 
     def _check(self, handle: KvHandle, expected: int) -> None:
         if handle.transport != self._executor.transport:
@@ -99,7 +108,7 @@ class Puller:
                 f"transport: the source offers {handle.transport!r}; "
                 f"this node can use {self._executor.transport!r}"
             )
-        if handle.num_tokens != expected:
+        if handle.num_tokens > expected or (handle.num_tokens < expected and not handle.growing):
             raise FailedPreconditionError(
                 f"num_tokens: the source has KV of {handle.num_tokens} tokens, not {expected}"
             )
@@ -110,3 +119,10 @@ class Puller:
         if len(self._channels) > MAX_SOURCE_CHANNELS:
             await self._channels.popitem(last=False)[1].close()
         return channel
+
+
+async def _next(opened: OpenCall, item: Import) -> kv_pb2.KvHandle:
+    message = await opened.read()
+    if not isinstance(message, kv_pb2.KvHandle):
+        raise UnavailableError(f"source: {item.source.address} ended the call")
+    return message

@@ -50,9 +50,20 @@ class DecodeRole:
         return self.imports.num_waiting, self.scheduler.num_running, self.imports.num_importing
 
     def start(self, command: work_pb2.DecodeStart) -> None:
-        """Queues a request to be pulled."""
-        source = Source(command.source_address, command.source_epoch)
-        self.imports.submit(Import(answers_from_proto(command), source))
+        """Queues a request to be pulled, or begins to pull one whose prompt is still computed."""
+        self.imports.submit(
+            Import(
+                answers_from_proto(command),
+                Source(command.source_address, command.source_epoch),
+                num_tokens=len(command.assignment.token_ids),
+                early=not command.next_token_ids,
+            )
+        )
+
+    def first_tokens(self, command: work_pb2.FirstTokens) -> None:
+        """The prompt of an early request is complete."""
+        tokens = zip(command.indexes, command.next_token_ids, strict=False)
+        self.imports.first_tokens(command.ticket, dict(tokens))
 
     def cancel(self, ticket: str, indexes: Collection[int]) -> None:
         """Drops answers wherever they stand."""

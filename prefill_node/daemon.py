@@ -20,6 +20,7 @@ async def serve(config: NodeConfig, signals: StopSignals) -> None:
             node.executor.transport,
             node.executor.memories,
             role.leases,
+            role.scheduler.lease_early,
             work.forget,
         )
         work_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillService(work), node.rpc.server)

@@ -1,10 +1,12 @@
 """Tickets: this node's hold on KV that a decode node is to pull, and the quarantine behind it.
 
 A lease lives from the end of prefill until it is released by its reader, ended by its router, or
-expired. Its blocks are nobody else's while it lives; after that they stay in quarantine for as
-long as a reader may still be copying them.
+expired. A reader that comes earlier has one that grows with the prompt. Its blocks are nobody
+else's while it lives; after that they stay in quarantine for as long as a reader may still be
+copying them.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ class Lease:
         expires_at_s: When it ends unless renewed, on the clock of `Leases`.
         readings: Everybody who has it open; each may be copying.
         live: Whether it still holds.
+        growing: Whether its request still computes and owns the blocks too.
     """
 
     ticket: str
@@ -32,6 +35,7 @@ class Lease:
     expires_at_s: float
     readings: set["Reading"] = field(default_factory=set)
     live: bool = True
+    growing: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -41,10 +45,12 @@ class Reading:
     Attributes:
         lease: What it reads.
         reader_epoch: Who reads.
+        news: Set whenever a growing lease has grown or ended.
     """
 
     lease: Lease
     reader_epoch: str
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Leases:
@@ -74,11 +80,32 @@ class Leases:
         return ticket in self._live
 
     def grant(self, ticket: str, block_ids: Iterable[int], num_tokens: int) -> None:
-        """Takes over a request's blocks: owned to leased."""
-        assert ticket not in self._live, "a ticket is never used twice"
+        """Takes over a request's blocks, all filled: owned to leased."""
         held = tuple(block_ids)
-        self._blocks.lease(held)
-        self._live[ticket] = Lease(ticket, held, num_tokens, self._clock() + self._ttl_s)
+        if ticket in self._live:
+            self.grow(ticket, num_tokens)
+            self._live[ticket].growing = False
+            self._blocks.free(held)
+        else:
+            self._blocks.lease(held)
+            self._add(Lease(ticket, held, num_tokens, self._clock() + self._ttl_s))
+
+    def grant_early(self, ticket: str, block_ids: Iterable[int], num_tokens: int) -> None:
+        """Lets readers have the tokens that a request has by now; `grow` tells of more."""
+        held = tuple(block_ids)
+        self._blocks.lease_too(held)
+        expires_at_s = self._clock() + self._ttl_s
+        self._add(Lease(ticket, held, num_tokens, expires_at_s, growing=True))
+
+    def grow(self, ticket: str, num_tokens: int) -> None:
+        """The request has so many tokens now; without an early lease that is nobody's business."""
+        if lease := self._live.get(ticket):
+            lease.num_tokens = num_tokens
+            _tell(lease)
+
+    def _add(self, lease: Lease) -> None:
+        assert lease.ticket not in self._live, "a ticket is never used twice"
+        self._live[lease.ticket] = lease
 
     def renew(self, tickets: Iterable[str]) -> None:
         """Starts the time to live of these leases anew; ended ones stay ended."""
@@ -114,7 +141,11 @@ class Leases:
             somebody else's.
         """
         lease = self._live.get(ticket)
-        if lease is None or all(r.reader_epoch != reader_epoch for r in lease.readings):
+        if (
+            lease is None
+            or lease.growing
+            or all(r.reader_epoch != reader_epoch for r in lease.readings)
+        ):
             return False
         self.cancel(ticket)
         return True
@@ -125,6 +156,7 @@ class Leases:
         if lease is None:
             return
         lease.live = False
+        _tell(lease)
         del self._live[ticket]
         # Even with no reader left the blocks pass through quarantine: one way out of a lease.
         self._blocks.quarantine(lease.block_ids)
@@ -141,3 +173,8 @@ class Leases:
     def _free_unless_held(self, lease: Lease) -> None:
         if not lease.live and not lease.readings:
             self._blocks.free(lease.block_ids, BlockState.QUARANTINED)
+
+
+def _tell(lease: Lease) -> None:
+    for reading in lease.readings:
+        reading.news.set()

@@ -7,7 +7,7 @@ from prefill_node.leases import Leases
 from splitserve.core.config import NodeConfig
 from splitserve.core.errors import ResourceExhaustedError, invalid
 from splitserve.core.lifetime import LifetimeEventKind
-from splitserve.core.request import Progress, Request, RequestKey, TokenLogprob
+from splitserve.core.request import Progress, Request, RequestKey, RequestStatus, TokenLogprob
 from splitserve.engine.batch import Batch, BatchRow, StepOutput
 from splitserve.engine.requests import LiveRequests
 from splitserve.kv.blocks import BlockManager
@@ -96,11 +96,19 @@ class PrefillScheduler:
             request = self._running.get(row.key)
             if request is None:
                 continue
+            self._leases.grow(request.ticket, request.computed)
             if samples:
                 news += self._first_tokens(request, samples)
             elif request.events:
                 news.append(request.tell())
         return news
+
+    def lease_early(self, ticket: str) -> None:
+        """Leases a prompt that is still computed, if that is one; it grows from then on."""
+        for request in self._running:
+            live = request.status is not RequestStatus.FINISHED
+            if request.ticket == ticket and live and ticket not in self._leases:
+                self._leases.grant_early(ticket, request.block_ids, request.computed)
 
     def finish(self, key: RequestKey) -> None:
         """Drops a prompt, begun or not."""
@@ -139,6 +147,7 @@ class PrefillScheduler:
             self._running.hand_over(request.key)
             self._leases.grant(request.ticket, request.block_ids, request.computed)
         else:
+            self._leases.cancel(request.ticket)
             self._running.drop(request.key)
         news = [
             request.tell(sample, end, index=index)

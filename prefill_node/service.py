@@ -61,6 +61,9 @@ class PrefillRole:
         """Keeps leases alive."""
         self.leases.renew(tickets)
 
+    def first_tokens(self, command: Any) -> None:
+        """Prefill nodes sample these themselves."""
+
     async def run(self) -> None:
         """Ends leases that nobody renews."""
         while True:

@@ -21,6 +21,7 @@ class KvSource(kv_pb2_grpc.KvSourceServicer):
         transport: How its memory is reached.
         memories: Each rank's memory.
         leases: What may be opened.
+        lease_early: Leases the ticket of a prompt that is still computed.
         on_release: Called with a ticket that its reader has given back.
     """
 
@@ -30,12 +31,14 @@ class KvSource(kv_pb2_grpc.KvSourceServicer):
         transport: str,
         memories: tuple[RankMemory, ...],
         leases: Leases,
+        lease_early: Callable[[str], None],
         on_release: Callable[[str], None],
     ) -> None:
         self._epoch = epoch
         self._transport = transport
         self._memories = memories
         self._leases = leases
+        self._lease_early = lease_early
         self._on_release = on_release
 
     # Writes through the context: a generator left suspended by a cancelled call would let go of
@@ -45,11 +48,23 @@ class KvSource(kv_pb2_grpc.KvSourceServicer):
     ) -> None:
         """Answers the handle and stays open: the call's life is the reader's hold."""
         self._check_epoch(request.epoch)
+        if request.ticket not in self._leases:
+            self._lease_early(request.ticket)
         reading = self._leases.open(request.ticket, request.reader_epoch)
         lease = reading.lease
         try:
-            handle = KvHandle(self._transport, lease.num_tokens, lease.block_ids, self._memories)
+            growing = lease.growing
+            handle = KvHandle(
+                self._transport, lease.num_tokens, lease.block_ids, self._memories, growing
+            )
             await context.write(handle_to_proto(handle))
+            while growing:
+                await reading.news.wait()
+                reading.news.clear()
+                if not lease.live:
+                    return
+                growing = lease.growing
+                await context.write(kv_pb2.KvHandle(num_tokens=lease.num_tokens, growing=growing))
             # Ends when the reader ends the call, or is gone and the connection with it.
             await asyncio.Event().wait()
         finally:

@@ -34,6 +34,7 @@ class Attempt:
         open: Indexes of the answers that the node computes, or may yet be pulled.
         untold: Those of which it has not told a token.
         leased: Whether the prompt is computed and only its KV is held.
+        early: Whether the node pulls a prompt that is still computed: its loss is nobody's.
     """
 
     ticket: str
@@ -43,6 +44,7 @@ class Attempt:
     open: set[int]
     untold: set[int]
     leased: bool = False
+    early: bool = False
 
 
 class Load(NamedTuple):

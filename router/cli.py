@@ -48,6 +48,12 @@ def main() -> None:
 )
 @option(
     NAME,
+    "--no-overlapped-pull",
+    is_flag=True,
+    help="Decode nodes pull a prompt's KV only once all of it is computed.",
+)
+@option(
+    NAME,
     "--handover-timeout",
     default=RouterConfig.handover_timeout_s,
     type=float,
@@ -73,6 +79,7 @@ def start(
     listen: str,
     max_queued_requests: int,
     max_retries: int,
+    no_overlapped_pull: bool,
     handover_timeout: float,
     drain_timeout: float,
     log_level: str,
@@ -87,6 +94,7 @@ def start(
             listen=listen,
             max_queued_requests=max_queued_requests,
             max_retries=max_retries,
+            overlapped_pull=not no_overlapped_pull,
             handover_timeout_s=handover_timeout,
             drain_timeout_s=drain_timeout,
         ),

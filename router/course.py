@@ -74,6 +74,9 @@ class Course:
         self._avoid: set[NodeSession] = set()
         self._failures: list[str] = []
         self._migrated = False
+        self._assignment = work_pb2.Assignment()
+        # A decode node's, which pulls the prompt while it is computed.
+        self._early: Attempt | None = None
         # What callbacks tell the driving task: None is a phase's good end. One queue an attempt,
         # so that nothing is lost between two phases and nothing is left over from an attempt.
         self._news: asyncio.Queue[Exception | None] = asyncio.Queue()
@@ -100,6 +103,8 @@ class Course:
     def on_lost(self, attempt: Attempt, reason: str) -> None:
         """A node is gone with what it held."""
         self._held.remove(attempt)
+        if attempt.early:
+            return
         error = UnavailableError(f"lost: {reason}")
         self._note_failure(attempt, error)
         pulling = attempt.session.info.kind is NodeKind.DECODE and not self._migrated
@@ -115,12 +120,18 @@ class Course:
                 self._request.lifetime.add(event)
         if decoding and not self._migrated and migrated(progress):
             self._take_over()
-        if progress.HasField("error"):
+        if progress.HasField("error") and attempt.early:
+            self._drop(attempt)  # The prompt is pulled when it is complete.
+        elif progress.HasField("error"):
             self._refused(attempt, error_from_code(progress.error.code, progress.error.message))
         elif progress.index in attempt.open:  # Else late news of a cancelled answer.
             self._push(attempt, progress)
-            if progress.token_ids and not decoding and not attempt.untold and attempt.open:
+            if decoding or not attempt.open:
+                return
+            if not attempt.untold:
                 self._news.put_nowait(None)
+            elif not progress.token_ids and self._early is None:
+                self._pull_early(attempt)
 
     def _push(self, attempt: Attempt, progress: work_pb2.Progress) -> None:
         """Tokens for an answer, and perhaps its end."""
@@ -228,13 +239,14 @@ class Course:
     async def _attempt(self) -> None:
         self._news = asyncio.Queue()
         self._migrated = False
-        assignment = self._assignment()
-        source = await self._prefill(assignment)
-        await self._hand_over(source, assignment)
+        self._early = None
+        self._assignment = self._assign()
+        source = await self._prefill()
+        await self._hand_over(source)
         await self._news.get()
         raise AttemptFailedError
 
-    def _assignment(self) -> work_pb2.Assignment:
+    def _assign(self) -> work_pb2.Assignment:
         answers = self._open
         return work_pb2.Assignment(
             request_id=self._request.request_id,
@@ -245,9 +257,9 @@ class Course:
             indexes=[answer.index for answer in answers],
         )
 
-    async def _prefill(self, assignment: work_pb2.Assignment) -> Attempt:
+    async def _prefill(self) -> Attempt:
         """Returns the hold on the prompt's KV."""
-        start = work_pb2.PrefillStart(assignment=assignment)
+        start = work_pb2.PrefillStart(assignment=self._assignment)
         until_s = asyncio.get_running_loop().time() + MAX_QUEUE_WAIT_S
         what = f"no prefill node's queue had room within {MAX_QUEUE_WAIT_S:g} s"
         while True:
@@ -259,24 +271,40 @@ class Course:
             if not isinstance(error, ResourceExhaustedError):
                 raise _final(error)
 
-    async def _hand_over(self, source: Attempt, assignment: work_pb2.Assignment) -> None:
-        """Returns once a decode node holds the KV."""
-        info, goes_on = source.session.info, sorted(source.open)
-        del assignment.indexes[:]
-        assignment.indexes.extend(goes_on)
-        start = work_pb2.DecodeStart(
-            assignment=assignment,
-            source_address=info.address,
-            source_epoch=info.epoch,
-            next_token_ids=[self._answers[index].token_ids[-1] for index in goes_on],
+    def _pull_early(self, source: Attempt) -> None:
+        """The prompt takes more than one step: a decode node with room may pull it meanwhile."""
+        prompt = PromptKeys(self._assignment.token_ids)
+        if not self._config.overlapped_pull:
+            return
+        if session := self._dispatcher.pick_now(NodeKind.DECODE, prompt):
+            self._early = session.start(self._decode_start(source), self, prompt)
+            self._held.append(self._early)
+
+    def _decode_start(self, source: Attempt) -> work_pb2.DecodeStart:
+        info = source.session.info
+        return work_pb2.DecodeStart(
+            assignment=self._assignment, source_address=info.address, source_epoch=info.epoch
         )
+
+    async def _hand_over(self, source: Attempt) -> None:
+        """Returns once a decode node holds the KV."""
+        goes_on = sorted(source.open)
+        del self._assignment.indexes[:]
+        self._assignment.indexes.extend(goes_on)
+        tokens = {index: self._answers[index].token_ids[-1] for index in goes_on}
+        start = self._decode_start(source)
+        start.next_token_ids.extend(tokens.values())
         timeout_s = self._config.handover_timeout_s
         what = f"no decode node took the request within handover_timeout_s = {timeout_s:g}"
         until_s = asyncio.get_running_loop().time() + timeout_s
         failed_pulls = 0
         while True:
             async with _until(until_s, what):
-                await self._place(NodeKind.DECODE, start, source)
+                if self._early is not None and self._early in self._held:
+                    self._early.session.first_tokens(self._early, tokens)
+                    self._early = None
+                else:
+                    await self._place(NodeKind.DECODE, start, source)
                 error = await self._news.get()
             if error is None:
                 return

@@ -53,6 +53,12 @@ class Dispatcher:
                 except TimeoutError:
                     continue
 
+    def pick_now(self, kind: NodeKind, prompt: PromptKeys) -> NodeSession | None:
+        """The node that `place` would choose, if nobody waits for one and there is room."""
+        if self._first[kind].locked() or not self._members.usable(kind):
+            return None
+        return self._pick(kind, prompt, ())
+
     def _pick(
         self, kind: NodeKind, prompt: PromptKeys, avoid: Collection[NodeSession]
     ) -> NodeSession | None:

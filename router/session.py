@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -86,9 +86,25 @@ class NodeSession:
         tokens = len(prompt.token_ids) - self.prefixes.match(prompt)
         self.prefixes.add(prompt)
         attempt = Attempt(assignment.ticket, tokens, self, holder, indexes, indexes.copy())
+        decoding = self.info.kind is NodeKind.DECODE
+        attempt.early = decoding and not start.next_token_ids
         self.attempts.add(attempt)
         self._send(self._command(start=start))
         return attempt
+
+    def first_tokens(self, attempt: Attempt, tokens: Mapping[int, int]) -> None:
+        """Tells a decode node that the prompt it pulls early is complete.
+
+        Args:
+            attempt: The node's.
+            tokens: The next token of each answer that goes on.
+        """
+        attempt.early = False
+        attempt.open, attempt.untold = set(tokens), set(tokens)
+        first_tokens = work_pb2.FirstTokens(
+            ticket=attempt.ticket, indexes=tokens.keys(), next_token_ids=tokens.values()
+        )
+        self._send(self._command(first_tokens=first_tokens))
 
     def cancel(self, attempt: Attempt) -> None:
         """Tells the node to drop an attempt, unless it holds nothing of it any more."""

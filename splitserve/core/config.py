@@ -186,6 +186,8 @@ class RouterConfig:
         listen: ``host:port`` to serve on; port 0 takes a free one.
         max_queued_requests: Most requests without a token; more are refused.
         max_retries: How often a request is started again after a failure.
+        overlapped_pull: Whether decode nodes may pull what there is of a prompt while the rest of
+            it is computed.
         handover_timeout_s: How long a prefilled request waits for a decode node to take it.
         drain_timeout_s: How long running requests may take to finish after SIGTERM.
 
@@ -198,6 +200,7 @@ class RouterConfig:
     listen: str = "127.0.0.1:50050"
     max_queued_requests: int = 1024
     max_retries: int = 3
+    overlapped_pull: bool = True
     handover_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
 

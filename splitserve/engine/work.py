@@ -36,6 +36,9 @@ class WorkHandler(Protocol):
     def renew(self, tickets: Iterable[str]) -> None:
         """Keeps leases alive."""
 
+    def first_tokens(self, command: Any) -> None:
+        """Completes an early `DecodeStart`."""
+
 
 class _Stream:
     """One router's stream: what it has started here, and what it is yet to be told."""
@@ -160,6 +163,8 @@ class WorkStreams:
                     stream.pong(
                         work_pb2.Pong(sequence=command.ping.sequence, time_ns=time.time_ns())
                     )
+                elif kind == "first_tokens":
+                    self._first_tokens(stream, command.first_tokens)
                 elif kind == "renew":
                     self._handler.renew(command.renew.tickets)
                 else:
@@ -177,6 +182,11 @@ class WorkStreams:
             self._handler.start(start)
         except SplitserveError as error:
             self.publish([Progress(ticket, error=error)])
+
+    def _first_tokens(self, stream: _Stream, command: Any) -> None:
+        if held := stream.open.get(command.ticket):
+            held.intersection_update(command.indexes)
+            self._handler.first_tokens(command)
 
     def _cancel(self, ticket: str, indexes: set[int]) -> None:
         self._end(ticket, indexes)

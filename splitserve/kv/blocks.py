@@ -143,6 +143,10 @@ class BlockManager:
         """Holds a request's blocks for a decode node: owned to leased."""
         self._change(block_ids, drop=BlockState.OWNED, add=BlockState.LEASED)
 
+    def lease_too(self, block_ids: Iterable[int]) -> None:
+        """Holds a request's blocks for a decode node beside the request, which still fills them."""
+        self._change(block_ids, add=BlockState.LEASED)
+
     def quarantine(self, block_ids: Iterable[int]) -> None:
         """Keeps an ended lease's blocks back while a reader may copy: leased to quarantined."""
         self._change(block_ids, drop=BlockState.LEASED, add=BlockState.QUARANTINED)

@@ -29,9 +29,11 @@ class KvHandle:
         num_tokens: Tokens with KV.
         block_ids: Blocks in token order, the same on every rank.
         ranks: Each rank's memory.
+        growing: Whether the prompt is still computed, and more tokens are to come.
     """
 
     transport: str
     num_tokens: int
     block_ids: tuple[int, ...]
     ranks: tuple[RankMemory, ...]
+    growing: bool = False

@@ -179,22 +179,25 @@ def request_from_proto(message: work_pb2.Assignment) -> Request:
 def answers_from_proto(message: work_pb2.DecodeStart) -> list[Request]:
     """A request's answers, as a decode node starts with them: each one's last token has no KV.
 
+    Where it comes early, that token is not there yet.
+
     Raises:
         InvalidArgumentError: They are not one token each, or something else is not allowed.
     """
-    request, tokens = request_from_proto(message.assignment), message.next_token_ids
-    if len(tokens) != len(request.indexes):
+    request, tokens = request_from_proto(message.assignment), list(message.next_token_ids)
+    if tokens and len(tokens) != len(request.indexes):
         raise invalid("next_token_ids", len(tokens), f"{len(request.indexes)}, one per answer")
+    nexts = [[token] for token in tokens] or [[] for _ in request.indexes]
     return [
         replace(
             request,
-            token_ids=[*request.token_ids, token],
+            token_ids=[*request.token_ids, *next_token],
             indexes=(index,),
             block_ids=[],
             prefix_keys=[],
             events=[],
         )
-        for index, token in zip(request.indexes, tokens, strict=True)
+        for index, next_token in zip(request.indexes, nexts, strict=True)
     ]
 
 
@@ -284,6 +287,7 @@ def handle_to_proto(handle: KvHandle) -> kv_pb2.KvHandle:
     """Where a ticket's KV lies."""
     return kv_pb2.KvHandle(
         transport=handle.transport,
+        growing=handle.growing,
         num_tokens=handle.num_tokens,
         block_ids=handle.block_ids,
         ranks=[
@@ -311,4 +315,6 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         )
         for rank in message.ranks
     )
-    return KvHandle(message.transport, message.num_tokens, tuple(message.block_ids), ranks)
+    return KvHandle(
+        message.transport, message.num_tokens, tuple(message.block_ids), ranks, message.growing
+    )

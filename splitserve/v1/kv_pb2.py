@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16splitserve/v1/kv.proto\x12\rsplitserve.v1\"B\n\x0bOpenRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x14\n\x0creader_epoch\x18\x03 \x01(\t\"n\n\x08KvHandle\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12(\n\x05ranks\x18\x04 \x03(\x0b\x32\x19.splitserve.v1.RankMemory\"[\n\nRankMemory\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08location\x18\x03 \x01(\t\"\xb7\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0blayer_begin\x18\x06 \x01(\r\x12\x11\n\tlayer_end\x18\x07 \x01(\r\x12\x12\n\nhead_begin\x18\x08 \x01(\r\x12\x10\n\x08head_end\x18\t \x01(\r\"E\n\x0eReleaseRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x14\n\x0creader_epoch\x18\x03 \x01(\t\"!\n\x0fReleaseResponse\x12\x0e\n\x06intact\x18\x01 \x01(\x08\x32\x93\x01\n\x08KvSource\x12=\n\x04Open\x12\x1a.splitserve.v1.OpenRequest\x1a\x17.splitserve.v1.KvHandle0\x01\x12H\n\x07Release\x12\x1d.splitserve.v1.ReleaseRequest\x1a\x1e.splitserve.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16splitserve/v1/kv.proto\x12\rsplitserve.v1\"B\n\x0bOpenRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x14\n\x0creader_epoch\x18\x03 \x01(\t\"\x7f\n\x08KvHandle\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12(\n\x05ranks\x18\x04 \x03(\x0b\x32\x19.splitserve.v1.RankMemory\x12\x0f\n\x07growing\x18\x05 \x01(\x08\"[\n\nRankMemory\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08location\x18\x03 \x01(\t\"\xb7\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0blayer_begin\x18\x06 \x01(\r\x12\x11\n\tlayer_end\x18\x07 \x01(\r\x12\x12\n\nhead_begin\x18\x08 \x01(\r\x12\x10\n\x08head_end\x18\t \x01(\r\"E\n\x0eReleaseRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x14\n\x0creader_epoch\x18\x03 \x01(\t\"!\n\x0fReleaseResponse\x12\x0e\n\x06intact\x18\x01 \x01(\x08\x32\x93\x01\n\x08KvSource\x12=\n\x04Open\x12\x1a.splitserve.v1.OpenRequest\x1a\x17.splitserve.v1.KvHandle0\x01\x12H\n\x07Release\x12\x1d.splitserve.v1.ReleaseRequest\x1a\x1e.splitserve.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENREQUEST']._serialized_start=41
   _globals['_OPENREQUEST']._serialized_end=107
   _globals['_KVHANDLE']._serialized_start=109
-  _globals['_KVHANDLE']._serialized_end=219
-  _globals['_RANKMEMORY']._serialized_start=221
-  _globals['_RANKMEMORY']._serialized_end=312
-  _globals['_KVLAYOUT']._serialized_start=315
-  _globals['_KVLAYOUT']._serialized_end=498
-  _globals['_RELEASEREQUEST']._serialized_start=500
-  _globals['_RELEASEREQUEST']._serialized_end=569
-  _globals['_RELEASERESPONSE']._serialized_start=571
-  _globals['_RELEASERESPONSE']._serialized_end=604
-  _globals['_KVSOURCE']._serialized_start=607
-  _globals['_KVSOURCE']._serialized_end=754
+  _globals['_KVHANDLE']._serialized_end=236
+  _globals['_RANKMEMORY']._serialized_start=238
+  _globals['_RANKMEMORY']._serialized_end=329
+  _globals['_KVLAYOUT']._serialized_start=332
+  _globals['_KVLAYOUT']._serialized_end=515
+  _globals['_RELEASEREQUEST']._serialized_start=517
+  _globals['_RELEASEREQUEST']._serialized_end=586
+  _globals['_RELEASERESPONSE']._serialized_start=588
+  _globals['_RELEASERESPONSE']._serialized_end=621
+  _globals['_KVSOURCE']._serialized_start=624
+  _globals['_KVSOURCE']._serialized_end=771
 # @@protoc_insertion_point(module_scope)

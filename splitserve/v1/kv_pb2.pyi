@@ -58,10 +58,13 @@ class KvHandle(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    GROWING_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """How to reach them, for example "shm"."""
     num_tokens: _builtins.int
     """Tokens with KV."""
+    growing: _builtins.bool
+    """The prompt is still computed: its other tokens are yet to come."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The request's blocks in token order, the same on every rank."""
@@ -77,10 +80,11 @@ class KvHandle(_message.Message):
         num_tokens: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         ranks: _abc.Iterable[Global___RankMemory] | None = ...,
+        growing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "num_tokens", b"num_tokens", "ranks", b"ranks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "growing", b"growing", "num_tokens", b"num_tokens", "ranks", b"ranks", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

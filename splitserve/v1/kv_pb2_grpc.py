@@ -52,9 +52,11 @@ class KvSourceServicer:
     """
 
     def Open(self, request, context):
-        """Opens a leased ticket: answers one handle, then stays open. The call's life is the reader's
-        hold: while it lasts, the blocks are given to nobody else, even if the lease ends.
-        NOT_FOUND for a ticket that is not leased; FAILED_PRECONDITION for another epoch.
+        """Opens a ticket: answers a handle, then stays open. The call's life is the reader's hold: while
+        it lasts, the blocks are given to nobody else, even if the lease ends. While the prompt is
+        still computed, more handles follow that say only how many tokens there are; the call ends if
+        the prompt is dropped.
+        NOT_FOUND for a ticket that is neither leased nor computed; FAILED_PRECONDITION for another epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

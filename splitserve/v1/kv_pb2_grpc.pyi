@@ -34,9 +34,11 @@ class KvSourceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvSourceAsyncStub: ...
     Open: _grpc.UnaryStreamMultiCallable[_kv_pb2.OpenRequest, _kv_pb2.KvHandle]
-    """Opens a leased ticket: answers one handle, then stays open. The call's life is the reader's
-    hold: while it lasts, the blocks are given to nobody else, even if the lease ends.
-    NOT_FOUND for a ticket that is not leased; FAILED_PRECONDITION for another epoch.
+    """Opens a ticket: answers a handle, then stays open. The call's life is the reader's hold: while
+    it lasts, the blocks are given to nobody else, even if the lease ends. While the prompt is
+    still computed, more handles follow that say only how many tokens there are; the call ends if
+    the prompt is dropped.
+    NOT_FOUND for a ticket that is neither leased nor computed; FAILED_PRECONDITION for another epoch.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]
     """Ends the lease. `intact` says that it held from Open to now."""
@@ -47,9 +49,11 @@ class KvSourceAsyncStub(KvSourceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryStreamMultiCallable[_kv_pb2.OpenRequest, _kv_pb2.KvHandle]  # type: ignore[assignment]
-    """Opens a leased ticket: answers one handle, then stays open. The call's life is the reader's
-    hold: while it lasts, the blocks are given to nobody else, even if the lease ends.
-    NOT_FOUND for a ticket that is not leased; FAILED_PRECONDITION for another epoch.
+    """Opens a ticket: answers a handle, then stays open. The call's life is the reader's hold: while
+    it lasts, the blocks are given to nobody else, even if the lease ends. While the prompt is
+    still computed, more handles follow that say only how many tokens there are; the call ends if
+    the prompt is dropped.
+    NOT_FOUND for a ticket that is neither leased nor computed; FAILED_PRECONDITION for another epoch.
     """
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends the lease. `intact` says that it held from Open to now."""
@@ -63,9 +67,11 @@ class KvSourceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.OpenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.KvHandle], _abc.AsyncIterator[_kv_pb2.KvHandle]]:
-        """Opens a leased ticket: answers one handle, then stays open. The call's life is the reader's
-        hold: while it lasts, the blocks are given to nobody else, even if the lease ends.
-        NOT_FOUND for a ticket that is not leased; FAILED_PRECONDITION for another epoch.
+        """Opens a ticket: answers a handle, then stays open. The call's life is the reader's hold: while
+        it lasts, the blocks are given to nobody else, even if the lease ends. While the prompt is
+        still computed, more handles follow that say only how many tokens there are; the call ends if
+        the prompt is dropped.
+        NOT_FOUND for a ticket that is neither leased nor computed; FAILED_PRECONDITION for another epoch.
         """
 
     @_abc_1.abstractmethod

@@ -26,7 +26,7 @@ from splitserve.v1 import common_pb2 as splitserve_dot_v1_dot_common__pb2
 from splitserve.v1 import node_pb2 as splitserve_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18splitserve/v1/work.proto\x12\rsplitserve.v1\x1a\x1asplitserve/v1/common.proto\x1a\x18splitserve/v1/node.proto\"\xeb\x01\n\x0ePrefillCommand\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.splitserve.v1.HelloH\x00\x12,\n\x05start\x18\x02 \x01(\x0b\x32\x1b.splitserve.v1.PrefillStartH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.splitserve.v1.CancelH\x00\x12#\n\x04ping\x18\x04 \x01(\x0b\x32\x13.splitserve.v1.PingH\x00\x12+\n\x05renew\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.RenewLeasesH\x00\x42\t\n\x07\x63ommand\"\xbc\x01\n\rDecodeCommand\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.splitserve.v1.HelloH\x00\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1a.splitserve.v1.DecodeStartH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.splitserve.v1.CancelH\x00\x12#\n\x04ping\x18\x04 \x01(\x0b\x32\x13.splitserve.v1.PingH\x00\x42\t\n\x07\x63ommand\"\x8b\x01\n\nWorkUpdate\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.WelcomeH\x00\x12#\n\x04step\x18\x02 \x01(\x0b\x32\x13.splitserve.v1.StepH\x00\x12#\n\x04pong\x18\x03 \x01(\x0b\x32\x13.splitserve.v1.PongH\x00\x42\x08\n\x06update\".\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nnode_epoch\x18\x02 \x01(\t\"0\n\x07Welcome\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeInfo\"\x9c\x01\n\nAssignment\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x0e\n\x06ticket\x18\x05 \x01(\t\x12\x0f\n\x07indexes\x18\x06 \x03(\r\"=\n\x0cPrefillStart\x12-\n\nassignment\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.Assignment\"\x82\x01\n\x0b\x44\x65\x63odeStart\x12-\n\nassignment\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.Assignment\x12\x16\n\x0esource_address\x18\x02 \x01(\t\x12\x14\n\x0csource_epoch\x18\x03 \x01(\t\x12\x16\n\x0enext_token_ids\x18\x04 \x03(\r\")\n\x06\x43\x61ncel\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07indexes\x18\x02 \x03(\r\"\x18\n\x04Ping\x12\x10\n\x08sequence\x18\x01 \x01(\x04\")\n\x04Pong\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07time_ns\x18\x02 \x01(\x03\"\x1e\n\x0bRenewLeases\x12\x0f\n\x07tickets\x18\x01 \x03(\t\"1\n\x04Step\x12)\n\x08progress\x18\x01 \x03(\x0b\x32\x17.splitserve.v1.Progress\"\x89\x02\n\x08Progress\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.splitserve.v1.TokenLogprob\x12,\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x1c.splitserve.v1.LifetimeEvent\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12#\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x14.splitserve.v1.Error\x12\r\n\x05index\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r2S\n\x0bPrefillNode\x12\x44\n\x04Work\x12\x1d.splitserve.v1.PrefillCommand\x1a\x19.splitserve.v1.WorkUpdate(\x01\x30\x01\x32Q\n\nDecodeNode\x12\x43\n\x04Work\x12\x1c.splitserve.v1.DecodeCommand\x1a\x19.splitserve.v1.WorkUpdate(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18splitserve/v1/work.proto\x12\rsplitserve.v1\x1a\x1asplitserve/v1/common.proto\x1a\x18splitserve/v1/node.proto\"\xeb\x01\n\x0ePrefillCommand\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.splitserve.v1.HelloH\x00\x12,\n\x05start\x18\x02 \x01(\x0b\x32\x1b.splitserve.v1.PrefillStartH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.splitserve.v1.CancelH\x00\x12#\n\x04ping\x18\x04 \x01(\x0b\x32\x13.splitserve.v1.PingH\x00\x12+\n\x05renew\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.RenewLeasesH\x00\x42\t\n\x07\x63ommand\"\xf0\x01\n\rDecodeCommand\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.splitserve.v1.HelloH\x00\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1a.splitserve.v1.DecodeStartH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.splitserve.v1.CancelH\x00\x12#\n\x04ping\x18\x04 \x01(\x0b\x32\x13.splitserve.v1.PingH\x00\x12\x32\n\x0c\x66irst_tokens\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.FirstTokensH\x00\x42\t\n\x07\x63ommand\"\x8b\x01\n\nWorkUpdate\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.WelcomeH\x00\x12#\n\x04step\x18\x02 \x01(\x0b\x32\x13.splitserve.v1.StepH\x00\x12#\n\x04pong\x18\x03 \x01(\x0b\x32\x13.splitserve.v1.PongH\x00\x42\x08\n\x06update\".\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nnode_epoch\x18\x02 \x01(\t\"0\n\x07Welcome\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeInfo\"\x9c\x01\n\nAssignment\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x0e\n\x06ticket\x18\x05 \x01(\t\x12\x0f\n\x07indexes\x18\x06 \x03(\r\"=\n\x0cPrefillStart\x12-\n\nassignment\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.Assignment\"\x82\x01\n\x0b\x44\x65\x63odeStart\x12-\n\nassignment\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.Assignment\x12\x16\n\x0esource_address\x18\x02 \x01(\t\x12\x14\n\x0csource_epoch\x18\x03 \x01(\t\x12\x16\n\x0enext_token_ids\x18\x04 \x03(\r\"F\n\x0b\x46irstTokens\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x16\n\x0enext_token_ids\x18\x03 \x03(\r\")\n\x06\x43\x61ncel\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07indexes\x18\x02 \x03(\r\"\x18\n\x04Ping\x12\x10\n\x08sequence\x18\x01 \x01(\x04\")\n\x04Pong\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07time_ns\x18\x02 \x01(\x03\"\x1e\n\x0bRenewLeases\x12\x0f\n\x07tickets\x18\x01 \x03(\t\"1\n\x04Step\x12)\n\x08progress\x18\x01 \x03(\x0b\x32\x17.splitserve.v1.Progress\"\x89\x02\n\x08Progress\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.splitserve.v1.TokenLogprob\x12,\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x1c.splitserve.v1.LifetimeEvent\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12#\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x14.splitserve.v1.Error\x12\r\n\x05index\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r2S\n\x0bPrefillNode\x12\x44\n\x04Work\x12\x1d.splitserve.v1.PrefillCommand\x1a\x19.splitserve.v1.WorkUpdate(\x01\x30\x01\x32Q\n\nDecodeNode\x12\x43\n\x04Work\x12\x1c.splitserve.v1.DecodeCommand\x1a\x19.splitserve.v1.WorkUpdate(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLCOMMAND']._serialized_start=98
   _globals['_PREFILLCOMMAND']._serialized_end=333
   _globals['_DECODECOMMAND']._serialized_start=336
-  _globals['_DECODECOMMAND']._serialized_end=524
-  _globals['_WORKUPDATE']._serialized_start=527
-  _globals['_WORKUPDATE']._serialized_end=666
-  _globals['_HELLO']._serialized_start=668
-  _globals['_HELLO']._serialized_end=714
-  _globals['_WELCOME']._serialized_start=716
-  _globals['_WELCOME']._serialized_end=764
-  _globals['_ASSIGNMENT']._serialized_start=767
-  _globals['_ASSIGNMENT']._serialized_end=923
-  _globals['_PREFILLSTART']._serialized_start=925
-  _globals['_PREFILLSTART']._serialized_end=986
-  _globals['_DECODESTART']._serialized_start=989
-  _globals['_DECODESTART']._serialized_end=1119
-  _globals['_CANCEL']._serialized_start=1121
-  _globals['_CANCEL']._serialized_end=1162
-  _globals['_PING']._serialized_start=1164
-  _globals['_PING']._serialized_end=1188
-  _globals['_PONG']._serialized_start=1190
-  _globals['_PONG']._serialized_end=1231
-  _globals['_RENEWLEASES']._serialized_start=1233
-  _globals['_RENEWLEASES']._serialized_end=1263
-  _globals['_STEP']._serialized_start=1265
-  _globals['_STEP']._serialized_end=1314
-  _globals['_PROGRESS']._serialized_start=1317
-  _globals['_PROGRESS']._serialized_end=1582
-  _globals['_PREFILLNODE']._serialized_start=1584
-  _globals['_PREFILLNODE']._serialized_end=1667
-  _globals['_DECODENODE']._serialized_start=1669
-  _globals['_DECODENODE']._serialized_end=1750
+  _globals['_DECODECOMMAND']._serialized_end=576
+  _globals['_WORKUPDATE']._serialized_start=579
+  _globals['_WORKUPDATE']._serialized_end=718
+  _globals['_HELLO']._serialized_start=720
+  _globals['_HELLO']._serialized_end=766
+  _globals['_WELCOME']._serialized_start=768
+  _globals['_WELCOME']._serialized_end=816
+  _globals['_ASSIGNMENT']._serialized_start=819
+  _globals['_ASSIGNMENT']._serialized_end=975
+  _globals['_PREFILLSTART']._serialized_start=977
+  _globals['_PREFILLSTART']._serialized_end=1038
+  _globals['_DECODESTART']._serialized_start=1041
+  _globals['_DECODESTART']._serialized_end=1171
+  _globals['_FIRSTTOKENS']._serialized_start=1173
+  _globals['_FIRSTTOKENS']._serialized_end=1243
+  _globals['_CANCEL']._serialized_start=1245
+  _globals['_CANCEL']._serialized_end=1286
+  _globals['_PING']._serialized_start=1288
+  _globals['_PING']._serialized_end=1312
+  _globals['_PONG']._serialized_start=1314
+  _globals['_PONG']._serialized_end=1355
+  _globals['_RENEWLEASES']._serialized_start=1357
+  _globals['_RENEWLEASES']._serialized_end=1387
+  _globals['_STEP']._serialized_start=1389
+  _globals['_STEP']._serialized_end=1438
+  _globals['_PROGRESS']._serialized_start=1441
+  _globals['_PROGRESS']._serialized_end=1706
+  _globals['_PREFILLNODE']._serialized_start=1708
+  _globals['_PREFILLNODE']._serialized_end=1791
+  _globals['_DECODENODE']._serialized_start=1793
+  _globals['_DECODENODE']._serialized_end=1874
 # @@protoc_insertion_point(module_scope)

@@ -83,6 +83,7 @@ class DecodeCommand(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First on every stream."""
@@ -99,6 +100,10 @@ class DecodeCommand(_message.Message):
     def ping(self) -> Global___Ping:
         """Measure the clock."""
 
+    @_builtins.property
+    def first_tokens(self) -> Global___FirstTokens:
+        """What an early DecodeStart could not say."""
+
     def __init__(
         self,
         *,
@@ -106,12 +111,13 @@ class DecodeCommand(_message.Message):
         start: Global___DecodeStart | None = ...,
         cancel: Global___Cancel | None = ...,
         ping: Global___Ping | None = ...,
+        first_tokens: Global___FirstTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "ping", b"ping", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "first_tokens", b"first_tokens", "hello", b"hello", "ping", b"ping", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "ping", b"ping", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "first_tokens", b"first_tokens", "hello", b"hello", "ping", b"ping", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "start", "cancel", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "start", "cancel", "ping", "first_tokens"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -281,7 +287,11 @@ Global___PrefillStart: _TypeAlias = PrefillStart  # noqa: Y015
 
 @_typing.final
 class DecodeStart(_message.Message):
-    """Pull the KV of all tokens, and generate each answer on from its next one."""
+    """Pull the KV of all tokens, and generate each answer on from its next one.
+
+    It may come early, while the prompt is still computed and the next tokens are unknown: the node
+    then pulls what there is, if it has room at once, and waits for them in FirstTokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -299,7 +309,7 @@ class DecodeStart(_message.Message):
 
     @_builtins.property
     def next_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The token behind them, one for each of the assignment's answers."""
+        """The token behind them, one for each of the assignment's answers. Empty: it comes early."""
 
     def __init__(
         self,
@@ -316,6 +326,40 @@ class DecodeStart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeStart: _TypeAlias = DecodeStart  # noqa: Y015
+
+@_typing.final
+class FirstTokens(_message.Message):
+    """The prompt of an early DecodeStart is complete. Unknown tickets are ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    """The hand-over, as in its assignment."""
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answers that go on; the others are dropped."""
+
+    @_builtins.property
+    def next_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token behind the prompt, one for each of them."""
+
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
+        next_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "next_token_ids", b"next_token_ids", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstTokens: _TypeAlias = FirstTokens  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

@@ -56,7 +56,9 @@ class World:
         self.copy = CopyByHand()
         self.puller = Puller("decode-epoch", self.copy)  # type: ignore[arg-type]
         memories = (RankMemory(LAYOUT, 8, "segment"),)
-        self.kv_source = KvSource(EPOCH, "shm", memories, self.leases, self.released.append)
+        self.kv_source = KvSource(
+            EPOCH, "shm", memories, self.leases, lambda ticket: None, self.released.append
+        )
 
     def lease(self, ticket: str, num_tokens: int = 8) -> Request:
         self.leases.grant(ticket, self.blocks.allocate(num_tokens // 4), num_tokens)
@@ -68,7 +70,7 @@ class World:
 
     def pull(self, request: Request, epoch: str = EPOCH, address: str = "") -> "asyncio.Task":
         source = Source(address or self.address, epoch)
-        item = Import([request], source, block_ids=(5, 6))
+        item = Import([request], source, len(request.token_ids) - 1, block_ids=(5, 6))
         return asyncio.create_task(self.puller.pull(item))
 
     async def until_blocks(self, **counts: int) -> None:

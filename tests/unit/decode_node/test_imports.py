@@ -58,14 +58,16 @@ class World:
             raise
         return KvTransfer("test", 1, 1)
 
-    def submit(self, name: str, prompt: int = 4, max_tokens: int = 4, n: int = 1) -> Import:
+    def submit(
+        self, name: str, prompt: int = 4, max_tokens: int = 4, n: int = 1, early: bool = False
+    ) -> Import:
         params = SamplingParams(max_tokens=max_tokens, seed=1, n=n)
-        tokens = range(10, 11 + prompt)
+        tokens = range(10, 10 + prompt + (not early))
         answers = [
             Request(name, list(tokens), prompt, params, ticket=name, indexes=(index,))
             for index in range(n)
         ]
-        item = Import(answers, SOURCE)
+        item = Import(answers, SOURCE, prompt, early)
         self.queue.submit(item)
         return item
 
@@ -381,3 +383,79 @@ async def test_kv_of_a_pull_that_failed_is_never_found(make_world):
     await world.settle()
     assert world.blocks.counts.cached == 0
     assert world.submit("b", prompt=8).cached_tokens == 0
+
+
+async def test_an_early_pull_waits_for_its_tokens_and_then_runs(make_world):
+    world = make_world(num_blocks=16)
+    item = world.submit("a", prompt=6, n=3, early=True)
+    await world.settle()
+    await world.finish_pull("a")
+    assert world.scheduler.num_running == 0
+    assert world.queue.num_importing == 1
+    world.queue.first_tokens("a", {0: 7, 2: 8})
+    assert world.queue.num_importing == 0
+    assert [answer.token_ids[-1] for answer in item.answers] == [7, 15, 8]
+    assert world.scheduler.num_running == 2
+    kinds = [event.kind for event in item.answers[0].events]
+    assert kinds == [
+        LifetimeEventKind.MIGRATION_BEGIN,
+        LifetimeEventKind.MIGRATION_END,
+        LifetimeEventKind.DECODE_BEGIN,
+    ]
+
+
+async def test_tokens_that_come_before_the_early_pull_is_over_wait_for_it(make_world):
+    world = make_world()
+    world.submit("a", early=True)
+    await world.settle()
+    world.queue.first_tokens("a", {0: 7})
+    assert world.scheduler.num_running == 0
+    await world.finish_pull("a")
+    assert world.scheduler.num_running == 1
+
+
+async def test_an_early_pull_has_no_place_in_the_queue(make_world):
+    world = make_world(num_blocks=4)
+    world.submit("a", prompt=8, max_tokens=4)
+    with pytest.raises(ResourceExhaustedError, match="still computed"):
+        world.submit("early", early=True)
+    await world.settle()
+    assert world.blocks.counts.owned == 3
+    await world.finish_pull("a")
+
+
+async def test_early_pulls_take_no_place_from_others_and_are_bounded(make_world):
+    world = make_world(num_blocks=16, max_concurrent_pulls=1)
+    world.submit("early", early=True)
+    with pytest.raises(ResourceExhaustedError):
+        world.submit("another", early=True)
+    world.submit("a")
+    await world.settle()
+    assert set(world.pulls) == {"early", "a"}
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+async def test_an_early_pull_that_is_not_wanted_any_more_gives_its_blocks_back(make_world, pulled):
+    world = make_world()
+    world.submit("a", n=2, early=True)
+    await world.settle()
+    if pulled:
+        await world.finish_pull("a")
+    world.queue.cancel("a", {0, 1})
+    if not pulled:
+        assert world.blocks.num_available < 8, "the copy may still write"
+        await world.finish_pull("a")
+    assert world.queue.num_importing == 0
+    assert world.blocks.num_available == 8
+    world.queue.first_tokens("a", {0: 7})
+    assert world.scheduler.num_running == 0
+
+
+async def test_an_early_pull_that_fails_is_told(make_world):
+    world = make_world()
+    world.submit("a", early=True)
+    await world.settle()
+    world.pulls.pop("a").set_exception(FailedPreconditionError("lease: it ended"))
+    await world.settle()
+    assert [progress.error.code for progress in world.news] == ["FAILED_PRECONDITION"]
+    assert world.blocks.num_available == 8

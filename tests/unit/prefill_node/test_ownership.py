@@ -25,6 +25,7 @@ class Ownership(RuleBasedStateMachine):
         self.next_ticket = 0
         # The model: what each live lease holds and until when, and who copies from which blocks.
         self.live: dict[str, tuple[frozenset[int], float]] = {}
+        self.growing: dict[str, tuple[list[bytes], list[int]]] = {}
         self.copying: dict[Reading, frozenset[int]] = {}
         # Prompts that run, with their keys and blocks; and what can be found in which block.
         self.prompts: list[tuple[list[bytes], list[int]]] = []
@@ -66,10 +67,13 @@ class Ownership(RuleBasedStateMachine):
 
     @rule(prompt=consumes(owned))
     def finish_prompt(self, prompt):
-        self.end(prompt)
+        if prompt in self.prompts:
+            self.end(prompt)
 
     @rule(prompt=consumes(owned), owners=st.integers(1, 4))
     def share(self, prompt, owners: int):
+        if prompt not in self.prompts:
+            return
         counts = self.blocks.counts
         self.blocks.share(prompt[1], owners)
         for _ in range(owners - 1):
@@ -95,6 +99,8 @@ class Ownership(RuleBasedStateMachine):
 
     @rule(target=tickets, prompt=consumes(owned))
     def grant(self, prompt):
+        if prompt not in self.prompts:
+            return multiple()
         self.prompts.remove(prompt)
         _, block_ids = prompt
         ticket = f"ticket-{self.next_ticket}"
@@ -102,6 +108,26 @@ class Ownership(RuleBasedStateMachine):
         self.leases.grant(ticket, block_ids, num_tokens=4 * len(block_ids))
         self.live[ticket] = (frozenset(block_ids), self.now_s + TTL_S)
         return ticket
+
+    @rule(target=tickets, prompt=owned)
+    def grant_early(self, prompt):
+        if prompt not in self.prompts or prompt in self.growing.values():
+            return multiple()
+        ticket = f"ticket-{self.next_ticket}"
+        self.next_ticket += 1
+        self.leases.grant_early(ticket, prompt[1], num_tokens=0)
+        self.live[ticket] = (frozenset(prompt[1]), self.now_s + TTL_S)
+        self.growing[ticket] = prompt
+        return ticket
+
+    @rule(ticket=tickets)
+    def complete(self, ticket: str):
+        prompt = self.growing.get(ticket)
+        if prompt in self.prompts and ticket in self.live:
+            self.leases.grow(ticket, 1)
+            self.leases.grant(ticket, prompt[1], num_tokens=4 * len(prompt[1]))
+            self.prompts.remove(prompt)
+            del self.growing[ticket]
 
     @rule(target=readings, ticket=tickets, reader=st.sampled_from(["decode-1", "decode-2"]))
     def open_lease(self, ticket: str, reader: str):
@@ -126,8 +152,10 @@ class Ownership(RuleBasedStateMachine):
         if reading not in self.copying:
             return
         ticket = reading.lease.ticket
-        assert self.leases.release(ticket, reading.reader_epoch) == (ticket in self.live)
-        self.live.pop(ticket, None)
+        complete = ticket in self.live and ticket not in self.growing
+        assert self.leases.release(ticket, reading.reader_epoch) == complete
+        if complete:
+            del self.live[ticket]
 
     @rule(ticket=tickets)
     def release_without_having_opened(self, ticket: str):

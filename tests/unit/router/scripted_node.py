@@ -60,6 +60,8 @@ def decode(node: "ScriptedNode", start: Any, steps: int | None = None) -> None:
     assignment = start.assignment
     end = assignment.prompt_length + assignment.sampling.max_tokens
     begin = len(assignment.token_ids) + 1
+    if not start.next_token_ids:
+        return  # It comes early.
     assert len(start.next_token_ids) == len(assignment.indexes)
     stop = end if steps is None else min(end, begin + steps)
     events = [Kind.MIGRATION_BEGIN, Kind.MIGRATION_END, Kind.DECODE_BEGIN]
@@ -97,6 +99,7 @@ class ScriptedNode(
         self.answers_pings = True
         self.answers_status = True
         self.starts: list[Any] = []
+        self.first_tokens: list[Any] = []
         self.cancels: list[str] = []
         self.cancelled_answers: list[int] = []
         self.renewed: set[str] = set()
@@ -223,11 +226,23 @@ class ScriptedNode(
                     self.cancelled_answers += command.cancel.indexes
                 else:
                     self.cancels.append(command.cancel.ticket)
+            elif kind == "first_tokens":
+                self.first_tokens.append(command.first_tokens)
+                self.complete(command.first_tokens)
             elif kind == "renew":
                 self.renewed.update(command.renew.tickets)
             elif kind == "ping" and self.answers_pings:
                 pong = work_pb2.Pong(sequence=command.ping.sequence, time_ns=self.now_ns())
                 self._out.put_nowait(work_pb2.WorkUpdate(pong=pong))
+
+    def complete(self, command: Any) -> None:
+        """An early start, with the tokens that it came without, is one as any other."""
+        [early] = [s for s in self.starts if s.assignment.ticket == command.ticket]
+        start = work_pb2.DecodeStart()
+        start.CopyFrom(early)
+        start.assignment.indexes[:] = command.indexes
+        start.next_token_ids[:] = command.next_token_ids
+        self.behave(self, start)
 
     async def GetNodeStatus(self, request: Any, context: Any) -> node_pb2.NodeStatus:
         if not self.answers_status:
