@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.machine import Machine
+from bench.overlap import PROMPT_TOKENS, after_last_chunk_s
 from bench.report import Comparison, Comparisons, Report
 from bench.rounds import take_turns
 from splitserve import native
@@ -150,6 +151,9 @@ async def measure(model: Path, dtype: str, rounds: int) -> Report:
                 figures = await take_turns(copies.pull, copies.memcpy, rounds)
                 name = f"{case.name}, {tokens:,} tokens"
                 comparisons.append(Comparison(name, "GB/s", figures, case.ratio))
+    overlapped_s, whole_s = (
+        after_last_chunk_s(model, rounds, overlapped=overlapped) for overlapped in (True, False)
+    )
     return Report(
         name="pull",
         title="a request's KV between two processes' shared memory, beside memcpy",
@@ -159,6 +163,9 @@ async def measure(model: Path, dtype: str, rounds: int) -> Report:
         notes={
             "a token's KV": f"{layout.token_bytes:,} bytes",
             "kernels": native.description(),
+            f"from a prompt's last chunk to the decode batch, {PROMPT_TOKENS:,} tokens": (
+                f"{overlapped_s * 1e3:.1f} ms with overlapped pull, {whole_s * 1e3:.1f} ms without"
+            ),
         },
     )
 
