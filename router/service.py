@@ -105,6 +105,8 @@ async def _relay(tracked: TrackedRequest, answers: list[Answer], context: Contex
     """Hands the client all there is, a message per answer; a slow reader finds it in one."""
     while True:
         await tracked.changed()
+        # Once round the loop: news that are here already go into the same message.
+        await asyncio.sleep(0)
         outcome = tracked.outcome
         if isinstance(outcome, SplitserveError):
             raise outcome
