@@ -69,7 +69,7 @@ class Peer:
         return float(self._child.ask(what="decode", count=count))
 
 
-async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
+async def measure(model: Path, dtype: str, quantization: str, threads: int, rounds: int) -> Report:
     """Answers the question.
 
     Raises:
@@ -83,7 +83,8 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
     bandwidth = read_bandwidth(threads)
     arguments = (str(model), dtype, str(threads))
     with Child("bench.generate_peer", *arguments, threads=threads) as child:
-        async with NodeEngine.open(EngineConfig(model, dtype, threads=threads)) as engine:
+        ours = EngineConfig(model, dtype, quantization, threads=threads)
+        async with NodeEngine.open(ours) as engine:
             peer = Peer(child)
             # Once unmeasured: memory is touched, kernels are chosen.
             for side in (engine, peer):
@@ -94,13 +95,19 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
             ]
     # Whoever disturbed one of the two makes the memory look slower than it is.
     bandwidth = max(bandwidth, read_bandwidth(threads))
-    step_s = _step_bytes(model, config, dtype) / bandwidth
+    step_s = _step_bytes(model, config, dtype, quantization) / bandwidth
     alone = next(one for one in comparisons if one.case == _decode_case(1))
     return Report(
-        name="engine",
+        name="engine" if quantization == "none" else f"engine-{quantization}",
         title="one worker as a node drives it, beside transformers' generate",
         machine=machine,
-        settings={"model": config.name, "dtype": dtype, "threads": threads, "rounds": rounds},
+        settings={
+            "model": config.name,
+            "dtype": dtype,
+            "quantization": quantization,
+            "threads": threads,
+            "rounds": rounds,
+        },
         findings=Comparisons("transformers", comparisons),
         notes={
             "memory": f"{bandwidth / 1e9:.1f} GB/s read; the weights once through it take "
@@ -146,13 +153,15 @@ def _prompts(seed: int, count: int, length: int, vocab_size: int) -> Prompts:
     return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def _step_bytes(model: Path, config: ModelConfig, dtype: str) -> int:
-    """Bytes of weights that a step of one token reads."""
-    elements = 0
+def _step_bytes(model: Path, config: ModelConfig, dtype: str, quantization: str) -> int:
+    """Bytes of weights that a step of one token of ours reads."""
+    size = 0
     for file in model.glob("*.safetensors"):
         with safe_open(file, framework="np") as weights:
             for name in weights.keys():  # noqa: SIM118  (no mapping)
                 # A tied table is also the head, and read whole; else a step reads one row.
                 if name != EMBEDDING or config.tie_word_embeddings:
-                    elements += prod(weights.get_slice(name).get_shape())
-    return elements * DTYPE_BYTES[dtype]
+                    shape = weights.get_slice(name).get_shape()
+                    rounded = quantization == "int8" and len(shape) > 1
+                    size += prod(shape) * (1 if rounded else DTYPE_BYTES[dtype])
+    return size
