@@ -96,6 +96,7 @@ async def measure(model: Path, dtype: str, quantization: str, threads: int, roun
     # Whoever disturbed one of the two makes the memory look slower than it is.
     bandwidth = max(bandwidth, read_bandwidth(threads))
     step_s = _step_bytes(model, config, dtype, quantization) / bandwidth
+    peer_step_s = _step_bytes(model, config, dtype, "none") / bandwidth
     alone = next(one for one in comparisons if one.case == _decode_case(1))
     return Report(
         name="engine" if quantization == "none" else f"engine-{quantization}",
@@ -110,10 +111,10 @@ async def measure(model: Path, dtype: str, quantization: str, threads: int, roun
         },
         findings=Comparisons("transformers", comparisons),
         notes={
-            "memory": f"{bandwidth / 1e9:.1f} GB/s read; the weights once through it take "
+            "memory": f"{bandwidth / 1e9:.1f} GB/s read; our weights once through it take "
             f"{step_s * 1e3:.1f} ms, so batch 1 cannot be faster than {1 / step_s:.0f} tokens/s",
             "share of that limit": f"splitserve {alone.rounds.our_median * step_s:.0%}, "
-            f"transformers {alone.rounds.peer_median * step_s:.0%}",
+            f"transformers, of its own, {alone.rounds.peer_median * peer_step_s:.0%}",
         },
     )
 
@@ -154,7 +155,7 @@ def _prompts(seed: int, count: int, length: int, vocab_size: int) -> Prompts:
 
 
 def _step_bytes(model: Path, config: ModelConfig, dtype: str, quantization: str) -> int:
-    """Bytes of weights that a step of one token of ours reads."""
+    """Bytes of weights that a step of one token reads."""
     size = 0
     for file in model.glob("*.safetensors"):
         with safe_open(file, framework="np") as weights:
