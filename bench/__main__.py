@@ -1,4 +1,4 @@
-"""``python -m bench [engine] [pull] [router] [serve]``, each with its own options."""
+"""``python -m bench [engine] [pull] [router] [quality] [serve]``, each with its own options."""
 
 import asyncio
 import signal
@@ -19,7 +19,7 @@ from bench.serving.objectives import Objectives
 from bench.serving.target import TargetError
 from bench.serving.traces import DRAWN, RECORDED
 from bench.serving.workload import ARRIVALS, Arrivals, Scaling
-from splitserve.core.config import DTYPES
+from splitserve.core.config import DTYPES, QUANTIZATIONS
 from splitserve.core.errors import SplitserveError
 from splitserve.model.importer import default_model
 
@@ -39,6 +39,13 @@ model_option = click.option(
     help="Its directory.",
 )
 dtype_option = click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
+threads_option = click.option(
+    "--threads",
+    default=available_cores,
+    show_default="all cores",
+    type=click.IntRange(min=1),
+    help="Compute threads of either side.",
+)
 rounds_option = click.option(
     "--rounds",
     default=5,
@@ -66,16 +73,17 @@ def main(context: click.Context) -> None:
 @model_option
 @dtype_option
 @click.option(
-    "--threads",
-    default=available_cores,
-    show_default="all cores",
-    type=click.IntRange(min=1),
-    help="Compute threads of either side.",
+    "--quantization",
+    default="none",
+    show_default=True,
+    type=click.Choice(QUANTIZATIONS),
+    help="Of our side's weights.",
 )
+@threads_option
 @rounds_option
-def engine(model: Path, dtype: str, threads: int, rounds: int) -> None:
+def engine(model: Path, dtype: str, quantization: str, threads: int, rounds: int) -> None:
     """How fast is our engine, beside transformers' generate?"""
-    _answer("engine", model, dtype, threads, rounds)
+    _answer("engine", model, dtype, quantization, threads, rounds)
 
 
 @main.command()
@@ -93,6 +101,14 @@ def pull(model: Path, dtype: str, rounds: int) -> None:
 def router(model: Path, rounds: int) -> None:
     """What does the router cost, beside a bare gRPC hop?"""
     _answer("router", model, rounds)
+
+
+@main.command()
+@model_option
+@threads_option
+def quality(model: Path, threads: int) -> None:
+    """What does rounding cost, in perplexity?"""
+    _answer("quality", model, threads)
 
 
 @main.command()

@@ -69,7 +69,7 @@ class Peer:
         return float(self._child.ask(what="decode", count=count))
 
 
-async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
+async def measure(model: Path, dtype: str, quantization: str, threads: int, rounds: int) -> Report:
     """Answers the question.
 
     Raises:
@@ -83,7 +83,8 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
     bandwidth = read_bandwidth(threads)
     arguments = (str(model), dtype, str(threads))
     with Child("bench.generate_peer", *arguments, threads=threads) as child:
-        async with NodeEngine.open(EngineConfig(model, dtype, threads=threads)) as engine:
+        ours = EngineConfig(model, dtype, quantization, threads=threads)
+        async with NodeEngine.open(ours) as engine:
             peer = Peer(child)
             # Once unmeasured: memory is touched, kernels are chosen.
             for side in (engine, peer):
@@ -94,19 +95,26 @@ async def measure(model: Path, dtype: str, threads: int, rounds: int) -> Report:
             ]
     # Whoever disturbed one of the two makes the memory look slower than it is.
     bandwidth = max(bandwidth, read_bandwidth(threads))
-    step_s = _step_bytes(model, config, dtype) / bandwidth
+    step_s = _step_bytes(model, config, dtype, quantization) / bandwidth
+    peer_step_s = _step_bytes(model, config, dtype, "none") / bandwidth
     alone = next(one for one in comparisons if one.case == _decode_case(1))
     return Report(
-        name="engine",
+        name="engine" if quantization == "none" else f"engine-{quantization}",
         title="one worker as a node drives it, beside transformers' generate",
         machine=machine,
-        settings={"model": config.name, "dtype": dtype, "threads": threads, "rounds": rounds},
+        settings={
+            "model": config.name,
+            "dtype": dtype,
+            "quantization": quantization,
+            "threads": threads,
+            "rounds": rounds,
+        },
         findings=Comparisons("transformers", comparisons),
         notes={
-            "memory": f"{bandwidth / 1e9:.1f} GB/s read; the weights once through it take "
+            "memory": f"{bandwidth / 1e9:.1f} GB/s read; our weights once through it take "
             f"{step_s * 1e3:.1f} ms, so batch 1 cannot be faster than {1 / step_s:.0f} tokens/s",
             "share of that limit": f"splitserve {alone.rounds.our_median * step_s:.0%}, "
-            f"transformers {alone.rounds.peer_median * step_s:.0%}",
+            f"transformers, of its own, {alone.rounds.peer_median * peer_step_s:.0%}",
         },
     )
 
@@ -146,13 +154,15 @@ def _prompts(seed: int, count: int, length: int, vocab_size: int) -> Prompts:
     return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def _step_bytes(model: Path, config: ModelConfig, dtype: str) -> int:
+def _step_bytes(model: Path, config: ModelConfig, dtype: str, quantization: str) -> int:
     """Bytes of weights that a step of one token reads."""
-    elements = 0
+    size = 0
     for file in model.glob("*.safetensors"):
         with safe_open(file, framework="np") as weights:
             for name in weights.keys():  # noqa: SIM118  (no mapping)
                 # A tied table is also the head, and read whole; else a step reads one row.
                 if name != EMBEDDING or config.tie_word_embeddings:
-                    elements += prod(weights.get_slice(name).get_shape())
-    return elements * DTYPE_BYTES[dtype]
+                    shape = weights.get_slice(name).get_shape()
+                    rounded = quantization == "int8" and len(shape) > 1
+                    size += prod(shape) * (1 if rounded else DTYPE_BYTES[dtype])
+    return size

@@ -118,9 +118,33 @@ bool is_half(const Tensor& tensor, const char* name) {
   return type == at::kBFloat16;
 }
 
+// Rows to panels of `width` rows, input after input; inputs padded to pairs, with zeros.
+Tensor pack_bytes(const Tensor& weight, std::int64_t width) {
+  check(weight, at::kChar, "weight");
+  const std::int64_t outputs = weight.size(0), depth = weight.size(1);
+  const std::int64_t panels = (outputs + width - 1) / width;
+  const std::int64_t padded = (depth + 1) / 2 * 2;
+  Tensor packed = at::empty({panels, padded / 2, 2 * width}, weight.options());
+  const auto* from = weight.const_data_ptr<std::int8_t>();
+  auto* to = packed.mutable_data_ptr<std::int8_t>();
+  at::parallel_for(0, panels, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t panel = first; panel < last; ++panel) {
+      for (std::int64_t column = 0; column < width; ++column) {
+        const std::int64_t output = panel * width + column;
+        for (std::int64_t k = 0; k < padded; ++k) {
+          const bool there = output < outputs && k < depth;
+          to[(panel * padded + k) * width + column] = there ? from[output * depth + k] : 0;
+        }
+      }
+    }
+  });
+  return packed;
+}
+
 Tensor pack_linear(const Tensor& weight) {
-  const bool stored_half = is_half(weight, "weight");
   TORCH_CHECK(weight.dim() == 2, "weight must be [out, in]");
+  if (weight.scalar_type() == at::kChar) return pack_bytes(weight, kernels().panel_width);
+  const bool stored_half = is_half(weight, "weight");
   const std::int64_t outputs = weight.size(0), depth = weight.size(1);
   const std::int64_t width = kernels().panel_width;
   const std::int64_t panels = (outputs + width - 1) / width;
@@ -168,14 +192,27 @@ std::int64_t panels_per_task(std::int64_t panels) {
   return std::max<std::int64_t>(1, panels / (4 * at::get_num_threads()));
 }
 
-void float_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+Weights kept(const Tensor& packed) {
+  const auto type = packed.scalar_type();
+  if (type == at::kChar) return Weights::kInt8;
+  return type == at::kBFloat16 ? Weights::kBFloat16 : Weights::kFloat;
+}
+
+// One scale for each output of whole panels.
+const float* scales_of(const std::optional<Tensor>& scales, const Tensor& packed) {
+  return optional_data<float>(scales, at::kFloat, packed.size(0) * packed.size(2) / 2, "scales");
+}
+
+void float_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+                  const std::optional<Tensor>& bias,
                   const std::optional<Tensor>& residual, Tensor& out) {
   PackedLinear call{};
   call.x = x.const_data_ptr<float>();
   call.rows = x.size(0);
   call.depth = x.size(1);
   call.panels = packed.const_data_ptr();
-  call.half = packed.scalar_type() == at::kBFloat16;
+  call.kept = kept(packed);
+  call.scales = scales_of(scales, packed);
   call.outputs = out.size(1);
   call.bias = optional_data<float>(bias, at::kFloat, call.outputs, "bias");
   call.residual = optional_data<float>(residual, at::kFloat, out.numel(), "residual");
@@ -190,14 +227,16 @@ void float_linear(const Tensor& x, const Tensor& packed, const std::optional<Ten
 // So many tiles of rows that they and a panel fit the second-level cache.
 constexpr std::int64_t kTilesPerTask = 32;
 
-void half_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+void half_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+                 const std::optional<Tensor>& bias,
                  const std::optional<Tensor>& residual, Tensor& out) {
   TORCH_CHECK(multiplies_bfloat16() && x.size(1) % kTileDepth == 0,
               "no kernel for bfloat16 of this size on this processor");
   TileLinear call{};
   call.rows = x.size(0);
   call.depth = x.size(1);
-  call.panels = static_cast<const BFloat16*>(packed.const_data_ptr());
+  call.panels = packed.const_data_ptr();
+  call.scales = scales_of(scales, packed);
   call.outputs = out.size(1);
   call.bias = optional_data<BFloat16>(bias, at::kBFloat16, call.outputs, "bias");
   call.residual = optional_data<BFloat16>(residual, at::kBFloat16, out.numel(), "residual");
@@ -223,24 +262,27 @@ void half_linear(const Tensor& x, const Tensor& packed, const std::optional<Tens
 #endif
 
 Tensor linear(const Tensor& x, const Tensor& packed, std::int64_t outputs,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual) {
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+              const std::optional<Tensor>& scales) {
   const bool half = is_half(x, "x");
+  const Weights weights = kept(packed);
   const std::int64_t width = kernels().panel_width;
   TORCH_CHECK(x.dim() == 2 && packed.dim() == 3 && packed.size(2) == 2 * width &&
                   packed.size(1) == (x.size(1) + 1) / 2 &&
                   packed.size(0) == (outputs + width - 1) / width &&
-                  (!half || packed.scalar_type() == at::kBFloat16),
+                  (!half || weights != Weights::kFloat) &&
+                  scales.has_value() == (weights == Weights::kInt8),
               "x and the packed weights don't fit one another");
   Tensor out = at::empty({x.size(0), outputs}, x.options());
   if (out.numel() == 0) return out;
 #if defined(__x86_64__)
   if (half) {
-    half_linear(x, packed, bias, residual, out);
+    half_linear(x, packed, scales, bias, residual, out);
     return out;
   }
 #endif
   TORCH_CHECK(!half, "no kernel for bfloat16 on this processor");
-  float_linear(x, packed, bias, residual, out);
+  float_linear(x, packed, scales, bias, residual, out);
   return out;
 }
 
@@ -511,7 +553,8 @@ TORCH_LIBRARY(splitserve, library) {
   library.def("multiplies_bfloat16() -> bool", &splitserve::multiplies_bfloat16);
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def(
-      "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual) -> Tensor");
+      "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, "
+      "Tensor? scales=None) -> Tensor");
   library.def(
       "paged_attention(Tensor(a!) out, Tensor query, Tensor cache, int layer, Tensor tokens, "
       "Tensor table, Tensor begins, Tensor ends, float scale) -> ()");

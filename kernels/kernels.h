@@ -50,13 +50,21 @@ struct Piece {
   std::int64_t end;
 };
 
+// How panels of weights are kept.
+enum class Weights {
+  kFloat,
+  kBFloat16,  // pairs of depths interleaved
+  kInt8,      // numbers of -127..127, of which each output has a scale
+};
+
 // y = x W' + bias + residual, with W in panels; see packed_linear.cpp.
 struct PackedLinear {
   const float* x;         // [rows, depth]
   std::int64_t rows;
   std::int64_t depth;
   const void* panels;
-  bool half;              // panels hold bfloat16, pairs of depths interleaved
+  Weights kept;
+  const float* scales;    // [panels * panel width], of kInt8 only
   const float* bias;      // [outputs], or null
   const float* residual;  // [rows, outputs], or null
   float* out;             // [rows, outputs]
@@ -72,7 +80,8 @@ struct TileLinear {
   const BFloat16* x;         // tiles: [rows / kTileRows, depth / kTileDepth, kTileRows, kTileDepth]
   std::int64_t rows;
   std::int64_t depth;        // a multiple of kTileDepth
-  const BFloat16* panels;    // pairs of depths interleaved
+  const void* panels;        // bfloat16, or int8 if there are scales
+  const float* scales;       // [panels * panel width], or null
   const BFloat16* bias;      // [outputs], or null
   const BFloat16* residual;  // [rows, outputs], or null
   BFloat16* out;             // [rows, outputs]

@@ -7,7 +7,8 @@
 // rows on at the processor's.
 //
 // Checkpoints mostly hold bfloat16. Weights that are all exactly bfloat16 stay so and are widened
-// in registers: half the memory to read and to keep, and the same bits as a result.
+// in registers: half the memory to read and to keep, and the same bits as a result. Weights of 8 bits
+// are widened too; their sums are multiplied by each output's scale at the end.
 //
 // Every sum adds its products in the order of the inputs, for any number of rows: a row's result
 // does not depend on what else is in the batch.
@@ -26,7 +27,7 @@ constexpr int kRows = 6;
 // Inputs in a stretch: as floats, a panel of 16 takes 24 KB of the usual 32 of a first-level cache.
 constexpr std::int64_t kStretch = 384;
 
-// From this many rows on, bfloat16 weights are widened once for all rows instead of once for each
+// From this many rows on, narrow weights are widened once for all rows instead of once for each
 // tile.
 constexpr std::int64_t kWidenRows = 13;
 
@@ -34,24 +35,17 @@ constexpr std::int64_t kWidenRows = 13;
 constexpr std::int64_t kAheadBytes = 1024;
 
 // One input's weights for all outputs of a panel.
-struct Weights {
+struct Input {
   Floats v[kVectors];
 };
 
-// Says that a value is in a register. Left alone, the compiler reads weights anew from memory for
-// every row, and then the sums wait for loads.
-inline void in_register(Floats& value) {
-#if defined(__x86_64__)
-  asm("" : "+v"(value));
-#elif defined(__aarch64__)
-  asm("" : "+w"(value));
-#endif
-}
-
 // The first (ODD = 0) or second input of a pair.
-template <int ODD>
-inline Weights read(const float* pair) {
-  Weights out;
+//
+// Left alone, the compiler reads weights anew from memory for every row, and then the sums wait for
+// loads.
+template <int ODD, class Weight>
+inline Input read(const Weight* pair) {
+  Input out;
   for (int v = 0; v < kVectors; ++v) {
     out.v[v] = load(pair + ODD * kPanel + v * kLanes);
     in_register(out.v[v]);
@@ -61,8 +55,8 @@ inline Weights read(const float* pair) {
 
 // The two inputs' weights alternate, so that a shift or a mask widens them.
 template <int ODD>
-inline Weights read(const BFloat16* pair) {
-  Weights out;
+inline Input read(const BFloat16* pair) {
+  Input out;
   for (int v = 0; v < kVectors; ++v) {
     Words words;
     std::memcpy(&words, pair + v * 2 * kLanes, sizeof words);
@@ -74,7 +68,7 @@ inline Weights read(const BFloat16* pair) {
 
 // Adds the products of one input, x[0] of each row.
 template <int ROWS>
-inline void multiply(const float* x, std::int64_t stride, const Weights& weights,
+inline void multiply(const float* x, std::int64_t stride, const Input& weights,
                      Floats (&sums)[ROWS][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -121,6 +115,16 @@ inline void tile(const PackedLinear& call, const Weight* panel, std::int64_t row
     multiply<ROWS>(x + k, depth, read<0>(panel + k * kPanel), sums);
   }
 
+  if (end == depth && call.scales) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = load(call.scales + column + v * kLanes);
+      for (int r = 0; r < ROWS; ++r) {
+        sums[r][v] *= scale;
+        // Rounded here for any number of rows, and not with what is added below for some.
+        in_register(sums[r][v]);
+      }
+    }
+  }
   for (int r = 0; r < ROWS; ++r) {
     float* to = out + r * call.outputs;
     const float* bias = call.bias ? call.bias + column : nullptr;
@@ -174,15 +178,17 @@ void stretch(const PackedLinear& call, const Weight* panel, std::int64_t column,
 }
 
 // The same with weights widened first; `begin` is even.
-void widened_stretch(const PackedLinear& call, const BFloat16* panel, std::int64_t column,
+template <class Weight>
+void widened_stretch(const PackedLinear& call, const Weight* panel, std::int64_t column,
                      std::int64_t begin, std::int64_t end) {
   alignas(kCacheLine) float wide[kStretch * kPanel];
   for (std::int64_t k = begin; k < end; k += 2) {
-    const BFloat16* from = panel + k * kPanel;
-    for (int byte = 0; byte < 4 * kPanel; byte += kCacheLine) {
+    const Weight* from = panel + k * kPanel;
+    constexpr int kBytes = 2 * kPanel * sizeof(Weight);
+    for (int byte = 0; byte < kBytes; byte += kCacheLine) {
       __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + byte);
     }
-    const Weights even = read<0>(from), odd = read<1>(from);
+    const Input even = read<0>(from), odd = read<1>(from);
     float* to = wide + (k - begin) * kPanel;
     for (int v = 0; v < kVectors; ++v) {
       store(to + v * kLanes, even.v[v]);
@@ -203,7 +209,7 @@ void panels(const PackedLinear& call, std::int64_t first_panel, std::int64_t las
     const std::int64_t length = whole ? kStretch : call.depth;
     for (std::int64_t begin = 0; begin < call.depth; begin += length) {
       const std::int64_t end = begin + length < call.depth ? begin + length : call.depth;
-      if constexpr (sizeof(Weight) == sizeof(BFloat16)) {
+      if constexpr (sizeof(Weight) < sizeof(float)) {
         if (whole && call.rows >= kWidenRows) {
           widened_stretch(call, panel, column, begin, end);
           continue;
@@ -219,10 +225,10 @@ void panels(const PackedLinear& call, std::int64_t first_panel, std::int64_t las
 extern const std::int64_t panel_width = kPanel;
 
 void linear(const PackedLinear& call, std::int64_t first_panel, std::int64_t last_panel) {
-  if (call.half) {
-    panels<BFloat16>(call, first_panel, last_panel);
-  } else {
-    panels<float>(call, first_panel, last_panel);
+  switch (call.kept) {
+    case Weights::kFloat: return panels<float>(call, first_panel, last_panel);
+    case Weights::kBFloat16: return panels<BFloat16>(call, first_panel, last_panel);
+    case Weights::kInt8: return panels<std::int8_t>(call, first_panel, last_panel);
   }
 }
 

@@ -5,11 +5,16 @@
 // panel stays in the second-level cache while all rows of a group pass it, so that memory is read
 // once for a group, in order. Decode runs at memory's speed, prefill at the processor's.
 //
+// Weights of 8 bits, which bfloat16 holds exactly, are widened on the way of a group's first rows,
+// one tile ahead of the matrix registers, and the others find them in the cache.
+//
 // Every sum adds its products in the order of the inputs, for any number of rows: a row's result
 // does not depend on what else is in the batch.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <vector>
 
 #include "vector.h"
 
@@ -23,8 +28,6 @@ constexpr int kTile = kTileRows * kTileDepth;
 constexpr int kPanelTile = kTileDepth * kPanel;
 constexpr int kPanelRowBytes = 2 * kPanel * sizeof(BFloat16);
 
-constexpr int kPanelTileLines = kPanelTile * sizeof(BFloat16) / kCacheLine;
-
 // Eight tiles of 16 rows of 64 bytes.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1;
@@ -34,15 +37,43 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// How far ahead of its widening memory is asked for: the processor's own prefetching, which follows
+// the loads, leaves it waiting.
+constexpr std::int64_t kAheadBytes = 8192;
+
+struct alignas(kCacheLine) Line {
+  char bytes[kCacheLine];
+};
+
 // A share of the next panel, asked for while the processor is busy with this one.
 struct Ahead {
   const char* from;
   std::int64_t lines;  // for each tile's depth
 };
 
+// A panel: bfloat16, or where it is to be once `narrow` is widened.
+struct Panel {
+  const BFloat16* wide;
+  BFloat16* to;
+  const std::int8_t* narrow;
+};
+
+// Widens what a panel holds for one tile's depth, from rows of one input to pairs interleaved.
+inline void widen(const std::int8_t* from, BFloat16* to) {
+  for (int k = 0; k < kTileDepth; k += 2, from += 2 * kPanel, to += 2 * kPanel) {
+    __builtin_prefetch(from + kAheadBytes, 0, 2);
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanel; v += kLanes) {
+      // The lower half of either float is zero.
+      const Words pairs = (Words)load(from + v) >> 16 | (Words)load(from + kPanel + v);
+      std::memcpy(to + 2 * v, &pairs, sizeof pairs);
+    }
+  }
+}
+
 // Registers: sums 0 to 3, x 4 and 5, weights 6 and 7.
-template <int TILES>
-inline void multiply(const BFloat16* x, const BFloat16* next_x, const BFloat16* panel,
+template <int TILES, bool WIDEN>
+inline void multiply(const BFloat16* x, const BFloat16* next_x, const Panel& panel,
                      std::int64_t tiles, Ahead ahead) {
   _tile_zero(0);
   _tile_zero(1);
@@ -50,8 +81,12 @@ inline void multiply(const BFloat16* x, const BFloat16* next_x, const BFloat16* 
     _tile_zero(2);
     _tile_zero(3);
   }
+  if (WIDEN) widen(panel.narrow, panel.to);
   for (std::int64_t k = 0; k < tiles; ++k) {
-    const BFloat16* weights = panel + k * kPanelTile;
+    if (WIDEN && k + 1 < tiles) {
+      widen(panel.narrow + (k + 1) * kPanelTile, panel.to + (k + 1) * kPanelTile);
+    }
+    const BFloat16* weights = panel.wide + k * kPanelTile;
     for (std::int64_t line = 0; line < ahead.lines; ++line, ahead.from += kCacheLine) {
       __builtin_prefetch(ahead.from, 0, 2);
     }
@@ -68,21 +103,30 @@ inline void multiply(const BFloat16* x, const BFloat16* next_x, const BFloat16* 
   }
 }
 
-// Bias and residual to a tile row's sums, and the result to its place.
-void finish(const TileLinear& call, const float* sums, std::int64_t first_row,
-            std::int64_t column) {
+// Sums of one row, times their outputs' scales.
+inline Floats scaled(const TileLinear& call, const float* sums, std::int64_t column) {
+  Floats out = load(sums);
+  if (call.scales) out *= load(call.scales + column);
+  // Rounded here wherever this is inlined, and not with what is added next.
+  in_register(out);
+  return out;
+}
+
+// Scales, bias and residual to a tile row's sums, and the result to its place.
+void finish(const TileLinear& call, float* sums, std::int64_t first_row, std::int64_t column) {
   const std::int64_t rows =
       first_row + kTileRows < call.rows ? kTileRows : call.rows - first_row;
   for (std::int64_t row = 0; row < rows; ++row, sums += kPanel) {
     const std::int64_t at = (first_row + row) * call.outputs + column;
     if (column + kPanel <= call.outputs) {
       for (int v = 0; v < kPanel; v += kLanes) {
-        Floats sum = load(sums + v);
+        Floats sum = scaled(call, sums + v, column + v);
         if (call.bias) sum += load(call.bias + column + v);
         if (call.residual) sum += load(call.residual + at + v);
         store(call.out + at + v, sum);
       }
     } else {
+      for (int v = 0; v < kPanel; v += kLanes) store(sums + v, scaled(call, sums + v, column + v));
       for (std::int64_t c = 0; column + c < call.outputs; ++c) {
         put(call.out + at + c, sums[c] + (call.bias ? widened(call.bias[column + c]) : 0.0f) +
                                    (call.residual ? widened(call.residual[at + c]) : 0.0f));
@@ -93,11 +137,15 @@ void finish(const TileLinear& call, const float* sums, std::int64_t first_row,
 
 // One or two tiles of rows with a panel.
 template <int TILES>
-void tile_rows(const TileLinear& call, const BFloat16* panel, std::int64_t tile,
+void tile_rows(const TileLinear& call, const Panel& panel, std::int64_t tile,
                std::int64_t column, Ahead ahead) {
   const std::int64_t tiles = call.depth / kTileDepth;
   const BFloat16* x = call.x + tile * tiles * kTile;
-  multiply<TILES>(x, x + tiles * kTile, panel, tiles, ahead);
+  if (panel.narrow) {
+    multiply<TILES, true>(x, x + tiles * kTile, panel, tiles, ahead);
+  } else {
+    multiply<TILES, false>(x, x + tiles * kTile, panel, tiles, ahead);
+  }
   alignas(64) float sums[TILES * kTileRows][kPanel];
   constexpr int kRowBytes = kPanel * sizeof(float);
   _tile_stored(0, sums[0], kRowBytes);
@@ -147,18 +195,32 @@ void linear(const TileLinear& call, std::int64_t first_panel, std::int64_t last_
   _tile_loadconfig(&config);
   const std::int64_t passes = (last_tile - first_tile + 1) / 2;
   // A single pass reads as fast as the processor's own prefetching, which follows it.
-  const std::int64_t lines = passes == 1 ? 0 : (kPanelTileLines + passes - 1) / passes;
+  const std::int64_t tile_lines = kPanelTile * (call.scales ? 1 : 2) / kCacheLine;
+  const std::int64_t lines = passes == 1 ? 0 : (tile_lines + passes - 1) / passes;
   const std::int64_t share = lines * kCacheLine * (call.depth / kTileDepth);
+  const std::int64_t panel_size = call.depth * kPanel;
+  thread_local std::vector<Line> widened;
+  if (call.scales) widened.resize(panel_size * sizeof(BFloat16) / sizeof(Line));
   for (std::int64_t index = first_panel; index < last_panel; ++index) {
-    const BFloat16* panel = call.panels + index * call.depth * kPanel;
+    Panel panel{};
+    Ahead ahead{nullptr, lines};
+    if (call.scales) {
+      panel.narrow = static_cast<const std::int8_t*>(call.panels) + index * panel_size;
+      panel.to = reinterpret_cast<BFloat16*>(widened.data());
+      panel.wide = panel.to;
+      ahead.from = reinterpret_cast<const char*>(panel.narrow + panel_size);
+    } else {
+      panel.wide = static_cast<const BFloat16*>(call.panels) + index * panel_size;
+      ahead.from = reinterpret_cast<const char*>(panel.wide + panel_size);
+    }
     const std::int64_t column = index * kPanel;
-    Ahead ahead{reinterpret_cast<const char*>(panel + call.depth * kPanel), lines};
     for (std::int64_t tile = first_tile; tile < last_tile; tile += 2, ahead.from += share) {
       if (tile + 2 <= last_tile) {
         tile_rows<2>(call, panel, tile, column, ahead);
       } else {
         tile_rows<1>(call, panel, tile, column, ahead);
       }
+      panel.narrow = nullptr;  // Widened now.
     }
   }
   _tile_release();

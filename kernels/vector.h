@@ -28,6 +28,7 @@ typedef float Floats __attribute__((vector_size(SPLITSERVE_VECTOR_BYTES)));
 typedef std::int32_t Ints __attribute__((vector_size(SPLITSERVE_VECTOR_BYTES)));
 typedef std::uint32_t Words __attribute__((vector_size(SPLITSERVE_VECTOR_BYTES)));
 typedef std::uint16_t Halves __attribute__((vector_size(SPLITSERVE_VECTOR_BYTES / 2)));
+typedef std::int8_t Bytes __attribute__((vector_size(SPLITSERVE_VECTOR_BYTES / 4)));
 typedef float Quad __attribute__((vector_size(16)));
 
 inline Floats load(const float* from) {
@@ -47,6 +48,20 @@ inline Floats load(const BFloat16* from) {
   return (Floats)((Words)_mm256_cvtepu16_epi32((__m128i)halves) << 16);
 #else
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+
+// Small integers, which floats hold exactly.
+inline Floats load(const std::int8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  // Two instructions, as above.
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)&bytes)));
+#else
+  return __builtin_convertvector(bytes, Floats);
 #endif
 }
 
@@ -100,6 +115,16 @@ inline void put(BFloat16* to, float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   to->bits = static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Says that a value is in a register: it is not computed anew, read anew from memory, or contracted
+// with what follows.
+inline void in_register(Floats& value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
 }
 
 inline Floats splat(float value) { return value - Floats{}; }

@@ -26,11 +26,18 @@ class Answer:
 class OneProcess:
     """Computes each prompt whole and each token alone: no chunks, no batch, no hand-over."""
 
-    def __init__(self, model: Path, *, dummy_seed: int | None = 0, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        dummy_seed: int | None = 0,
+        dtype: str = "float32",
+        quantization: str = "none",
+    ) -> None:
         torch.set_num_threads(1)
         self.config = ModelConfig.from_dir(model)
         self._decoder = load_decoder(
-            self.config, model, dtype, dummy_seed=dummy_seed, progress=None
+            self.config, model, dtype, dummy_seed=dummy_seed, quantization=quantization
         )
         self._dtype = getattr(torch, dtype)
 

@@ -62,6 +62,7 @@ WORKER_STOP_TIMEOUT_S = 5.0
 """Limit for a worker to leave by itself before it is killed."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
 DEVICES = ("cpu",)
 
 
@@ -73,6 +74,8 @@ class EngineConfig:
         model: Directory in the Hugging Face format.
         dtype: Data type of weights, activations and KV; ``auto`` takes the fastest this
             processor has among bfloat16 and float32.
+        quantization: How linear layers keep their weights, in any data type; ``int8``: 8 bits and a
+            scale for each output.
         device: Where the model runs.
         seed: Seed of dummy weights.
         use_dummy_weights: Random weights from the config, the same on every node for one seed.
@@ -91,6 +94,7 @@ class EngineConfig:
 
     model: Path
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "cpu"
     seed: int = 0
     use_dummy_weights: bool = False
@@ -105,6 +109,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise invalid("dtype", self.dtype, ", ".join(DTYPES))
+        if self.quantization not in QUANTIZATIONS:
+            raise invalid("quantization", self.quantization, ", ".join(QUANTIZATIONS))
         if self.device not in DEVICES:
             raise invalid("device", self.device, ", ".join(DEVICES))
         _at_least("block_size", self.block_size, 1)

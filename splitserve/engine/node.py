@@ -207,7 +207,9 @@ def _describe(config: NodeConfig, executor: Executor, address: str, epoch: str) 
         epoch=epoch,
         model=engine.model.name,
         model_fingerprint=fingerprint(
-            engine.model, dummy_seed=engine.seed if engine.use_dummy_weights else None
+            engine.model,
+            dummy_seed=engine.seed if engine.use_dummy_weights else None,
+            quantization=engine.quantization,
         ),
         vocab_size=executor.shape.model.vocab_size,
         kv_dtype=executor.shape.dtype,

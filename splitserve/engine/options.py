@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from splitserve.core.config import DEVICES, DTYPES, EngineConfig, NodeConfig, default_threads
+from splitserve.core.config import (
+    DEVICES,
+    DTYPES,
+    QUANTIZATIONS,
+    EngineConfig,
+    NodeConfig,
+    default_threads,
+)
 from splitserve.core.launch import Launch
 from splitserve.core.node import NodeKind
 from splitserve.core.options import LOG_LEVELS, Command, option
@@ -40,6 +47,8 @@ def node_options(kind: NodeKind, port: int) -> Callable[[Command], Command]:
             type=Path),
         opt("--dtype", "Data type of weights and KV; auto: the fastest of this processor.",
             default=EngineConfig.dtype, type=click.Choice(DTYPES)),
+        opt("--quantization", "Bits of linear layers' weights; int8: smaller, and decodes faster.",
+            default=EngineConfig.quantization, type=click.Choice(QUANTIZATIONS)),
         opt("--device", "Where the model runs.", default=EngineConfig.device,
             type=click.Choice(DEVICES)),
         opt("--use-dummy-weights", "Random weights, the same on every node for one seed.",
@@ -92,6 +101,7 @@ def node_config(
     *,
     model: Path,
     dtype: str,
+    quantization: str,
     device: str,
     use_dummy_weights: bool,
     seed: int,
@@ -120,6 +130,7 @@ def node_config(
     engine = EngineConfig(
         model=model,
         dtype=dtype,
+        quantization=quantization,
         device=device,
         seed=seed,
         use_dummy_weights=use_dummy_weights,

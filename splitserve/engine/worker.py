@@ -159,6 +159,7 @@ def _load(start: Start, ranks: Ranks) -> Decoder:
         part=shape.parts[start.rank],
         group=ranks.tensor,
         dummy_seed=config.seed if config.use_dummy_weights else None,
+        quantization=config.quantization,
         progress=progress,
     )
     log.info(
@@ -166,6 +167,7 @@ def _load(start: Start, ranks: Ranks) -> Decoder:
         extra={
             "model": shape.model.name,
             "dtype": shape.dtype,
+            "quantization": config.quantization,
             "kernels": native.description(),
             "seconds": f"{time.monotonic() - begin:.1f}",
         },

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from splitserve import native
-from splitserve.model.layers import Linear, RMSNorm, SummedLinear, softcapped
+from splitserve.model.layers import Projection, RMSNorm, softcapped
 from splitserve.model.rope import Rope, Rotation
 
 _MASKED = float("-inf")
@@ -437,8 +437,8 @@ class Attention:
 
     def __init__(
         self,
-        qkv: Linear,
-        out: SummedLinear,
+        qkv: Projection,
+        out: Projection,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,

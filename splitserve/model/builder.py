@@ -7,7 +7,16 @@ from torch import Tensor
 
 from splitserve.model.config import ModelConfig, RopeConfig
 from splitserve.model.group import TensorGroup
-from splitserve.model.layers import Embedding, Head, LayerNorm, Linear, RMSNorm, SummedLinear
+from splitserve.model.int8 import Int8Linear, channel_scales
+from splitserve.model.layers import (
+    Embedding,
+    Head,
+    LayerNorm,
+    Linear,
+    Projection,
+    RMSNorm,
+    SummedLinear,
+)
 from splitserve.model.part import Cut, ModelPart
 from splitserve.model.rope import Rope
 from splitserve.model.weights import Weights
@@ -28,6 +37,7 @@ class Builder:
         group: The ranks it shares layers with.
         weights: The whole model's.
         dtype: Data type to compute in.
+        quantization: How linear layers keep their weights: ``none`` or ``int8``.
     """
 
     def __init__(
@@ -37,12 +47,14 @@ class Builder:
         group: TensorGroup,
         weights: Weights,
         dtype: torch.dtype,
+        quantization: str = "none",
     ) -> None:
         self.config = config
         self.part = part
         self.group = group
         self.weights = weights
         self.dtype = dtype
+        self._int8 = quantization == "int8"
         self._ropes: dict[RopeConfig, Rope] = {}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -53,7 +65,7 @@ class Builder:
 
     def split_linear(
         self, rows: Sequence[Rows], columns: int, *, bias: bool, transposed: bool = False
-    ) -> Linear:
+    ) -> Projection:
         """Some outputs of one or several projections of the same input, as one.
 
         Args:
@@ -62,8 +74,8 @@ class Builder:
             bias: Whether they have biases.
             transposed: Whether the weights are stored ``[in, out]``.
         """
-        weight = self._stacked(rows, Cut.whole(columns), transposed=transposed)
-        return Linear(weight, self._stacked_bias(rows) if bias else None)
+        added = self._stacked_bias(rows) if bias else None
+        return self._linear(rows, Cut.whole(columns), added, transposed=transposed)
 
     def summed_linear(
         self, name: str, rows: int, columns: Cut, *, bias: bool, transposed: bool = False
@@ -78,14 +90,14 @@ class Builder:
             transposed: Whether the weights are stored ``[in, out]``.
         """
         whole = [(name, Cut.whole(rows))]
-        weight = self._stacked(whole, columns, transposed=transposed)
         # Added once, not once per rank.
         added = self._stacked_bias(whole) if bias and self.group.rank == 0 else None
-        return SummedLinear(Linear(weight, added), self.group)
+        linear = self._linear(whole, columns, added, transposed=transposed)
+        return SummedLinear(linear, self.group)
 
-    def partial_linear(self, name: str, rows: int, columns: Cut) -> Linear:
+    def partial_linear(self, name: str, rows: int, columns: Cut) -> Projection:
         """Like `summed_linear`, without a bias, for who adds the ranks' results up himself."""
-        return Linear(self._stacked([(name, Cut.whole(rows))], columns))
+        return self._linear([(name, Cut.whole(rows))], columns)
 
     def rms_norm(self, name: str, width: int | None = None) -> RMSNorm:
         """A norm of hidden states, or of what has another width."""
@@ -113,7 +125,7 @@ class Builder:
     ) -> Embedding:
         """The table of token embeddings, each rank some of the vocabulary; see `Embedding`."""
         cut = self.part.share(self.config.vocab_size)
-        table = self._stacked([(name, cut)], Cut.whole(self.config.hidden_size))
+        table = self._stacked([(name, cut)], Cut.whole(self.config.hidden_size), self.dtype)
         return Embedding(table, cut, self.group, positions, scale)
 
     def head(self, name: str, *, softcap: float | None = None) -> Head:
@@ -128,9 +140,26 @@ class Builder:
         linear = self.split_linear(rows, self.config.hidden_size, bias=False)
         return Head(linear, vocab, self.group, softcap)
 
-    def _stacked(self, rows: Sequence[Rows], columns: Cut, *, transposed: bool = False) -> Tensor:
+    def _linear(
+        self,
+        rows: Sequence[Rows],
+        columns: Cut,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+    ) -> Projection:
+        if not self._int8:
+            return Linear(self._stacked(rows, columns, self.dtype, transposed=transposed), bias)
+        # Whole rows, for their scales; and in float32, so that every data type has the same.
+        whole = self._stacked(rows, Cut.whole(columns.total), torch.float32, transposed=transposed)
+        scales = channel_scales(whole)
+        return Int8Linear(whole[:, columns.begin : columns.end], scales, self.dtype, bias)
+
+    def _stacked(
+        self, rows: Sequence[Rows], columns: Cut, dtype: torch.dtype, *, transposed: bool = False
+    ) -> Tensor:
         counts = [cut.size for _, cut in rows]
-        out = torch.empty(sum(counts), columns.size, dtype=self.dtype)
+        out = torch.empty(sum(counts), columns.size, dtype=dtype)
         for (name, cut), part in zip(rows, torch.split(out, counts), strict=True):
             if transposed:
                 self.weights.read_into(part.t(), f"{name}.weight", columns, cut)

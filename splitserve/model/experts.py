@@ -7,7 +7,7 @@ from torch import Tensor
 
 from splitserve.model.builder import Builder
 from splitserve.model.group import TensorGroup
-from splitserve.model.layers import Linear
+from splitserve.model.layers import Linear, Projection
 from splitserve.model.mlp import GatedMLP
 
 
@@ -26,7 +26,7 @@ class RoutedExperts:
 
     def __init__(
         self,
-        router: Linear,
+        router: Projection,
         experts: Sequence[GatedMLP],
         top_k: int,
         *,
@@ -87,5 +87,6 @@ def routed_experts(
                 build.config.hidden_act,
             )
         )
+    # Never of 8 bits: it is small, and a token that takes another expert is another token.
     router = Linear(build.tensor(f"{prefix}.gate.weight", count, hidden))
     return RoutedExperts(router, experts, top_k, normalise=normalise, group=build.group)

@@ -13,15 +13,19 @@ _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(model_dir: Path, *, dummy_seed: int | None) -> str:
+def fingerprint(model_dir: Path, *, dummy_seed: int | None, quantization: str = "none") -> str:
     """Identity of a model: the same on every host for the same files.
+
+    Rounded weights are another model: its KV is not what the unrounded one would have computed.
 
     Args:
         model_dir: The model's directory.
         dummy_seed: Seed of dummy weights; None for the weights in the directory.
+        quantization: How weights are kept.
 
     Returns:
-        `architecture_fingerprint`, a dash, and 16 hex digits of the weights.
+        `architecture_fingerprint`, a dash, and 16 hex digits of the weights; unless they are kept
+        as they are, another dash and how.
 
     Raises:
         NotFoundError: There are no weights.
@@ -36,7 +40,8 @@ def fingerprint(model_dir: Path, *, dummy_seed: int | None) -> str:
             raise NotFoundError(f"{model_dir} holds no *.safetensors")
         for file in files:
             _hash_sampled(digest, file)
-    return f"{architecture_fingerprint(model_dir)}-{digest.hexdigest()[:16]}"
+    suffix = "" if quantization == "none" else f"-{quantization}"
+    return f"{architecture_fingerprint(model_dir)}-{digest.hexdigest()[:16]}{suffix}"
 
 
 def architecture_fingerprint(model_dir: Path) -> str:

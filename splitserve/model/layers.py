@@ -1,6 +1,7 @@
 """Linear layers and norms, and what is at both ends of a decoder."""
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from splitserve import native
 from splitserve.model.group import TensorGroup
 from splitserve.model.pages import in_large_pages
 from splitserve.model.part import Cut
+
+
+class Projection(Protocol):
+    """A matrix product, however its weights are kept."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``[T, in]`` to ``[T, out]``, added to ``residual`` ``[T, out]`` if there is one."""
 
 
 class Linear:
@@ -63,7 +71,7 @@ class SummedLinear:
         group: The ranks.
     """
 
-    def __init__(self, linear: Linear, group: TensorGroup) -> None:
+    def __init__(self, linear: Projection, group: TensorGroup) -> None:
         self._linear = linear
         self._group = group
 
@@ -127,7 +135,7 @@ class Head:
     """
 
     def __init__(
-        self, linear: Linear, vocab_size: int, group: TensorGroup, softcap: float | None = None
+        self, linear: Projection, vocab_size: int, group: TensorGroup, softcap: float | None = None
     ) -> None:
         self._linear = linear
         self._vocab_size = vocab_size

@@ -22,6 +22,7 @@ def load_decoder(
     part: ModelPart | None = None,
     group: TensorGroup = ALONE,
     dummy_seed: int | None = None,
+    quantization: str = "none",
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Builds a part of a model, tensor by tensor: no two copies of it are ever in memory.
@@ -33,6 +34,7 @@ def load_decoder(
         part: What this rank holds; None for all.
         group: The ranks it shares layers with.
         dummy_seed: Makes weights up from this seed; None reads them.
+        quantization: How linear layers keep their weights: ``none`` or ``int8``.
         progress: Told the layers done, and all layers of this part.
 
     Raises:
@@ -45,7 +47,7 @@ def load_decoder(
         CheckpointWeights(model_dir) if dummy_seed is None else DummyWeights(dummy_seed)
     )
     family = family_of(config.architecture)
-    build = Builder(config, part, group, weights, torch_dtype)
+    build = Builder(config, part, group, weights, torch_dtype, quantization)
     layers = []
     for index in range(part.layers.begin, part.layers.end):
         layers.append(family.layer(build, index))

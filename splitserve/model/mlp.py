@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from splitserve import native
 from splitserve.core.errors import invalid
-from splitserve.model.layers import Linear, SummedLinear
+from splitserve.model.layers import Projection
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class GatedMLP:
         InvalidArgumentError: The activation is unknown.
     """
 
-    def __init__(self, gate_up: Linear, down: SummedLinear | Linear, activation: str) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: str) -> None:
         self._gate_up = gate_up
         self._down = down
         self._activation = activation_of(activation)
@@ -70,7 +70,7 @@ class PlainMLP:
         InvalidArgumentError: The activation is unknown.
     """
 
-    def __init__(self, up: Linear, down: SummedLinear, activation: str) -> None:
+    def __init__(self, up: Projection, down: Projection, activation: str) -> None:
         self._up = up
         self._down = down
         self._activation = activation_of(activation)

@@ -72,7 +72,7 @@ class NodeInfo(_message.Message):
     model: _builtins.str
     """Name of the model, for people."""
     model_fingerprint: _builtins.str
-    """Identity of architecture, weights and vocabulary: equal on all nodes of a router."""
+    """Identity of architecture, vocabulary and weights, how they are kept included: equal on all nodes of a router."""
     vocab_size: _builtins.int
     """Size of the vocabulary."""
     kv_dtype: _builtins.str

@@ -99,7 +99,7 @@ def test_a_node_gives_up_on_a_router_that_never_comes(tiny_model, daemons):
     assert "not reached within 0.5 s" in log.splitlines()[-1]
 
 
-@pytest.mark.parametrize("change", ["vocabulary", "seed", "dtype"])
+@pytest.mark.parametrize("change", ["vocabulary", "seed", "quantization", "dtype"])
 def test_a_node_that_serves_another_model_is_refused_and_its_operator_told(
     tiny_model, cluster, daemons, tmp_path, change
 ):
@@ -109,13 +109,17 @@ def test_a_node_that_serves_another_model_is_refused_and_its_operator_told(
     if change == "vocabulary":
         model = write_tiny_model(tmp_path / "other", vocab_size=600)
     else:
-        options = {"seed": {"seed": 7}, "dtype": {"dtype": "bfloat16"}}[change]
+        options = {
+            "seed": {"seed": 7},
+            "quantization": {"quantization": "int8"},
+            "dtype": {"dtype": "bfloat16"},
+        }[change]
     node = daemons("decode", model, listen="127.0.0.1:0", router=cluster.address, **options)
     code, log = wait_exit(node, 60)
     assert code == 1
     last = log.splitlines()[-1]
     assert last.startswith("decode-node: ")
-    named = {"vocabulary": "fingerprint", "seed": "fingerprint", "dtype": "kv_dtype"}[change]
+    named = {"dtype": "kv_dtype", "quantization": "-int8"}.get(change, "fingerprint")
     assert named in last
 
 

@@ -27,11 +27,11 @@ def judge(tmp_path_factory):
 
     known = {}
 
-    def judge(shape: dict[str, int]):
-        key = tuple(shape.items())
+    def judge(shape: dict[str, int], quantization: str = "none"):
+        key = (*shape.items(), quantization)
         if key not in known:
             path = write_tiny_model(tmp_path_factory.mktemp("layouts") / "tiny", **shape)
-            alone = OneProcess(path)
+            alone = OneProcess(path, quantization=quantization)
             answers = [alone.generate(prompt, sampling(n)) for n, prompt in enumerate(PROMPTS)]
             known[key] = (path, answers)
         return known[key]
@@ -61,16 +61,24 @@ def sampling(number: int) -> SamplingParams:
     ],
 )
 def test_answers_are_those_of_one_rank(judge, no_leaks, shape, prefill, decode, blocks):
-    model, expected = judge(shape)
+    assert_answers(judge(shape), shape, prefill, decode, blocks)
+
+
+def test_answers_of_8_bit_weights_are_those_of_one_rank(judge, no_leaks):
+    shares = (MODEL, (1, 1), (2, 2), (16, 32))
+    assert_answers(judge(MODEL, "int8"), *shares, {"quantization": "int8"})
+
+
+def assert_answers(judged, shape, prefill, decode, blocks, options=NODE_OPTIONS):
+    model, expected = judged
+    both = NODE_OPTIONS | options
     with (
         LocalCluster(
             model,
-            prefill_options=NODE_OPTIONS
+            prefill_options=both
             | parallel(*prefill)
             | {"block_size": blocks[0], "max_tokens_per_batch": 50, "num_blocks": 64},
-            decode_options=NODE_OPTIONS
-            | parallel(*decode)
-            | {"block_size": blocks[1], "num_blocks": 64},
+            decode_options=both | parallel(*decode) | {"block_size": blocks[1], "num_blocks": 64},
         ) as cluster,
         cluster.client() as client,
     ):

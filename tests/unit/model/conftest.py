@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from splitserve import native
 from splitserve.model.config import ModelConfig
 from splitserve.model.decoder import Decoder, ModelInput
 from splitserve.model.loader import load_decoder
@@ -32,11 +33,10 @@ class Checkpoint:
     judge: Any
     path: Path
 
-    def load(self) -> "Runner":
+    def load(self, quantization: str = "none") -> "Runner":
         config = ModelConfig.from_dir(self.path)
-        return Runner(
-            config, load_decoder(config, self.path, "float32", dummy_seed=None, progress=None)
-        )
+        decoder = load_decoder(config, self.path, "float32", quantization=quantization)
+        return Runner(config, decoder)
 
     def log_probs(self, token_ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
@@ -111,6 +111,15 @@ def write_checkpoint(
         return Checkpoint(model, path)
 
     return write
+
+
+@pytest.fixture(params=["native", "torch"])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A promise that holds with the kernels and without them."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "available", False)
+    elif not native.available:
+        pytest.skip("the kernels are not built")
 
 
 @pytest.fixture(scope="session")

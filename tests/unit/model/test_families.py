@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from splitserve import native
 from splitserve.core.errors import InvalidArgumentError
 from splitserve.model.config import ModelConfig
 from splitserve.model.registry import architectures
@@ -71,14 +70,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 199, (length,), generator=generator).tolist() for length in PROMPTS]
 
 
-@pytest.fixture(params=["native", "torch"])
-def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(native, "available", False)
-    elif not native.available:
-        pytest.skip("the kernels are not built")
-
-
 def test_every_architecture_is_tried(write_checkpoint: Callable[..., Any]) -> None:
     tried = {
         ModelConfig.from_dir(write_checkpoint(**f).path).architecture for f in FAMILIES.values()
@@ -92,7 +83,11 @@ def test_a_batch_of_prompts_is_answered_as_by_transformers(
     write_checkpoint: Callable[..., Any], name: str
 ) -> None:
     checkpoint = write_checkpoint(**FAMILIES[name])
-    runner = checkpoint.load()
+    assert_answers(checkpoint, answers(checkpoint.load()))
+
+
+def answers(runner: Any) -> torch.Tensor:
+    """Log-probabilities of what follows each prompt, all in one batch: ``[B, T, V]``."""
     width = -(-(max(PROMPTS) + NEW_TOKENS) // BLOCK_SIZE)
     cache = runner.cache(width * len(PROMPTS), BLOCK_SIZE)
     tables = [list(range(row * width, (row + 1) * width)) for row in range(len(PROMPTS))]
@@ -107,7 +102,10 @@ def test_a_batch_of_prompts_is_answered_as_by_transformers(
             for text, table in zip(texts, tables, strict=True)
         ]
         log_probs.append(runner.step(rows, cache))
-    ours = torch.stack(log_probs, dim=1)
+    return torch.stack(log_probs, dim=1)
+
+
+def assert_answers(checkpoint: Any, ours: torch.Tensor) -> None:
     for prompt, answer in zip(prompts(), ours, strict=True):
         tokens = answer.argmax(-1).tolist()
         assert tokens == checkpoint.greedy(prompt, NEW_TOKENS)

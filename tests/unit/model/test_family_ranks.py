@@ -50,10 +50,16 @@ async def answers(executor: Executor) -> list[tuple[list[int], list[float]]]:
 async def test_ranks_answer_as_transformers(
     write_checkpoint: Callable[..., Any], name: str, tensor: int, pipeline: int
 ) -> None:
-    checkpoint = write_checkpoint(**FAMILIES[name])
+    await assert_ranks_answer(write_checkpoint(**FAMILIES[name]), tensor, pipeline)
+
+
+async def assert_ranks_answer(
+    checkpoint: Any, tensor: int, pipeline: int, quantization: str = "none"
+) -> None:
     config = EngineConfig(
         checkpoint.path,
         "float32",
+        quantization,
         block_size=BLOCK_SIZE,
         num_blocks=BLOCKS_EACH * len(PROMPTS),
         parallel=ParallelConfig(tensor, pipeline),

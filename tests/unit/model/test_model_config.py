@@ -141,3 +141,9 @@ def test_dummy_weights_are_known_by_their_seed(tmp_path: Path) -> None:
     assert fingerprint(tmp_path, dummy_seed=1) != fingerprint(tmp_path, dummy_seed=2)
     with pytest.raises(NotFoundError, match="safetensors"):
         fingerprint(tmp_path, dummy_seed=None)
+
+
+def test_a_fingerprint_says_how_weights_are_rounded(tmp_path: Path) -> None:
+    write(tmp_path)
+    exact = fingerprint(tmp_path, dummy_seed=1)
+    assert fingerprint(tmp_path, dummy_seed=1, quantization="int8") == f"{exact}-int8"

@@ -238,6 +238,97 @@ def test_linear_in_bfloat16_rounds_only_the_result(
         assert torch.equal(alone[0], got[row])
 
 
+def rounded_to_bytes(outputs: int, depth: int) -> tuple[Tensor, Tensor]:
+    """Numbers of 8 bits, the largest among them, and a scale for each output."""
+    values = torch.randint(-127, 128, (outputs, depth), dtype=torch.int8)
+    values[:, 0] = torch.tensor([-127, 127])[torch.arange(outputs) % 2]
+    return values, torch.rand(outputs) * 0.02
+
+
+def packed_bytes(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    packed = native.ops.pack_linear(values)
+    assert packed.dtype is torch.int8
+    columns = packed.shape[0] * packed.shape[2] // 2
+    return packed, functional.pad(scales, (0, columns - scales.numel()))
+
+
+@SETTINGS
+@given(
+    rows=st.integers(0, 40),
+    outputs=st.integers(1, 150),
+    depth=st.one_of(st.integers(1, 60), st.sampled_from([383, 384, 385, 386, 769, 1000])),
+    bias=st.booleans(),
+    residual=st.booleans(),
+)
+def test_linear_of_8_bits_is_the_product_of_what_they_stand_for(
+    rows: int, outputs: int, depth: int, bias: bool, residual: bool
+) -> None:
+    torch.manual_seed(outputs * depth)
+    x, (values, scales) = torch.randn(rows, depth), rounded_to_bytes(outputs, depth)
+    add = torch.randn(outputs) if bias else None
+    other = torch.randn(rows, outputs) if residual else None
+    packed, padded = packed_bytes(values, scales)
+    got = native.ops.linear(x, packed, outputs, add, other, padded)
+    weight = values.double() * scales.double().unsqueeze(1)
+    expected = functional.linear(x.double(), weight, None if add is None else add.double())
+    if rows:
+        assert_close(got, expected if other is None else expected + other)
+    # The sums are added up in one order, whoever else is there.
+    for row in range(0, rows, 7):
+        part = None if other is None else other[row : row + 1]
+        alone = native.ops.linear(x[row : row + 1], packed, outputs, add, part, padded)
+        assert torch.equal(alone[0], got[row])
+
+
+@pytest.mark.skipif(
+    not native.computes(torch.bfloat16), reason="this processor has no tiles of bfloat16"
+)
+@SETTINGS
+@given(
+    rows=st.one_of(st.integers(0, 70), st.sampled_from([511, 530])),
+    outputs=st.integers(1, 150),
+    depth=st.sampled_from([32, 64, 96, 576]),
+    bias=st.booleans(),
+    residual=st.booleans(),
+)
+def test_tiles_of_8_bits_are_those_of_bfloat16_with_scales(
+    rows: int, outputs: int, depth: int, bias: bool, residual: bool
+) -> None:
+    torch.manual_seed(outputs * depth)
+    x, (values, scales) = torch.randn(rows, depth).bfloat16(), rounded_to_bytes(outputs, depth)
+    add = torch.randn(outputs).bfloat16() if bias else None
+    other = torch.randn(rows, outputs).bfloat16() if residual else None
+    packed, padded = packed_bytes(values, scales)
+    got = native.ops.linear(x, packed, outputs, add, other, padded)
+    weight = values.double() * scales.double().unsqueeze(1)
+    expected = functional.linear(x.double(), weight, None if add is None else add.double())
+    if rows:
+        assert_close(got, expected if other is None else expected + other, 2.0**-8)
+    # Where all scales are one, the weights are numbers that bfloat16 holds.
+    whole = native.ops.pack_linear(values.bfloat16())
+    ones = torch.ones_like(padded)
+    assert torch.equal(
+        native.ops.linear(x, packed, outputs, add, other, ones),
+        native.ops.linear(x, whole, outputs, add, other),
+    )
+    for row in range(0, rows, 7):
+        part = None if other is None else other[row : row + 1]
+        alone = native.ops.linear(x[row : row + 1], packed, outputs, add, part, padded)
+        assert torch.equal(alone[0], got[row])
+
+
+def test_scales_belong_to_8_bits_and_cover_whole_panels() -> None:
+    x, (values, scales) = torch.randn(2, 8), rounded_to_bytes(5, 8)
+    packed, padded = packed_bytes(values, scales)
+    for weights, scaling in [
+        (packed, None),
+        (packed, scales),
+        (native.ops.pack_linear(values.float()), padded),
+    ]:
+        with pytest.raises(RuntimeError, match=r"fit one another|must have"):
+            native.ops.linear(x, weights, 5, None, None, scaling)
+
+
 ELEMENTS = pytest.mark.parametrize(
     ("dtype", "relative"), [(torch.float32, RELATIVE), (torch.bfloat16, 2.0**-8)]
 )

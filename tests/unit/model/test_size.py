@@ -26,6 +26,17 @@ def test_weights_take_what_their_tensors_take(llama: Any, dtype: str) -> None:
     assert exact <= weight_bytes(load_decoder(config, llama.path, dtype)) <= exact * SLACK
 
 
+def test_8_bits_are_half_of_bfloat16(llama: Any) -> None:
+    config = ModelConfig.from_dir(llama.path)
+    tensors = load_file(llama.path / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight").numel() * 2
+    exact = embedding + sum(tensor.numel() for tensor in tensors.values())
+    # A scale for each output: here an output has fewer inputs than in a model of real size.
+    scales = 4 * sum(tensor.shape[0] for tensor in tensors.values() if tensor.dim() == 2)
+    size = weight_bytes(load_decoder(config, llama.path, "bfloat16", quantization="int8"))
+    assert exact + scales <= size <= (exact + scales) * SLACK
+
+
 def test_ranks_share_them_out(llama: Any) -> None:
     config = ModelConfig.from_dir(llama.path)
     whole = weight_bytes(load_decoder(config, llama.path, "float32"))

@@ -168,15 +168,19 @@ async def test_full_prefill_queue_makes_requests_wait_in_order(cluster: Cluster)
 async def test_failed_pull_is_tried_on_another_decode_node_with_the_same_lease(
     cluster: Cluster, code: str
 ) -> None:
+    refused: list[ScriptedNode] = []
+
+    def refuse_once(node: ScriptedNode, start: Any) -> None:
+        (decode if refused else refuse(code))(node, start)
+        refused.append(node)
+
     first = await cluster.prefill()
-    nodes = [await cluster.decode(refuse(code)) for _ in range(2)]
-    call = cluster.call(max_tokens=5)
-    await until(lambda: any(node.starts for node in nodes))
-    for node in nodes:
-        node.behave = decode
-    reply = await read(call)
+    for _ in range(2):
+        await cluster.decode(refuse_once)
+    reply = await cluster.ask(max_tokens=5)
     assert reply.token_ids == tokens_of(3, 5)
-    assert len(first.starts) in (1, 2)
+    assert len(first.starts) == 1
+    assert len(refused) == 2
 
 
 async def test_second_failed_pull_computes_the_prompt_again(cluster: Cluster) -> None:
