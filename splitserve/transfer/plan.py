@@ -246,6 +246,7 @@ def _runs(
         if (
             last is not None
             and whole
+            and last.tokens == run.tokens
             and run.source_block == last.source_block + last.blocks
             and run.target_block == last.target_block + last.blocks
         ):

@@ -20,7 +20,7 @@ def small_steps(tiny_model, no_leaks):
     with LocalCluster(
         tiny_model,
         prefill_options={**NODE_OPTIONS, "block_size": 16, "max_tokens_per_batch": 24},
-        decode_options={**NODE_OPTIONS, "block_size": 32},
+        decode_options={**NODE_OPTIONS, "block_size": 16},
     ) as cluster:
         yield cluster
 
@@ -63,7 +63,7 @@ def test_a_beginning_that_is_there_already_is_not_pulled_early_either(client, on
     answer = client.generate(token_ids=tokens, sampling=SAMPLING).completion()
     assert list(answer.token_ids) == one_process.generate(tokens, SAMPLING).token_ids
     [moved] = [event.transfer for event in answer.lifetime.events if event.transfer]
-    assert moved.size_bytes == (2_000 - 1_000 // 32 * 32) * TOKEN_BYTES
+    assert moved.size_bytes == (2_000 - 1_000 // 16 * 16) * TOKEN_BYTES
     assert answer.usage.cached_tokens == 1_000 // 16 * 16
 
 

@@ -80,13 +80,17 @@ def pairs(draw) -> tuple[Sequence, Sequence, int]:
     heads = draw(st.integers(1, 32))
     num_tokens = draw(st.integers(0, 70))
     sides = []
+    # Half of all pairs have equal blocks, and small ones, so that runs of blocks come up often.
+    equal = draw(st.one_of(st.none(), st.integers(1, 16)))
     for _ in range(2):
-        block_size = draw(st.integers(1, 64))
+        block_size = equal or draw(st.integers(1, 64))
         pipeline = draw(st.integers(1, min(8, layers)))
         layouts = node(layers, heads, block_size, pipeline, draw(st.integers(1, 8)))
         needed = layouts[0].blocks_for(num_tokens)
         num_blocks = needed + 2
-        ids = draw(st.permutations(range(num_blocks)))[: needed + draw(st.integers(0, 2))]
+        blocks = range(num_blocks)
+        ids = draw(st.one_of(st.just(list(blocks)), st.permutations(blocks)))
+        ids = ids[: needed + draw(st.integers(0, 2))]
         sides.append(Sequence(layouts, ids, num_blocks))
     return sides[0], sides[1], num_tokens
 
@@ -121,6 +125,12 @@ def test_any_layout_pulls_any_other_and_each_element_exactly_once(pair, spread, 
         assert (
             size_bytes == 8 * (num_tokens - first_token) * rank.layers * 2 * rank.heads * HEAD_DIM
         )
+
+
+def test_a_run_that_begins_within_a_block_does_not_go_on_with_the_next():
+    whole = layout(1, 1, block_size=4)
+    plan = plan_transfer([whole], whole, [0, 1, 2], [0, 1, 2], 12, first_token=1)
+    assert plan.runs == (Run(0, 1, 0, 1, 3), Run(1, 0, 1, 0, 4, blocks=2))
 
 
 def test_blocks_pair_by_position_not_by_id_or_arrival():
