@@ -12,6 +12,9 @@ from typing import Any
 import click
 
 from bench.child import ChildError
+from bench.engine import EngineQuestion
+from bench.engines.case import MAX_BATCH, Case, Decode, Prefill
+from bench.engines.roster import PEERS, Places
 from bench.machine import Disturbance, available_cores
 from bench.report import Report, Skipped, console
 from bench.serve import ServeQuestion
@@ -45,6 +48,13 @@ threads_option = click.option(
     show_default="all cores",
     type=click.IntRange(min=1),
     help="Compute threads of either side.",
+)
+program_path = click.Path(
+    # A virtual environment's Python is a link that has to stay one.
+    exists=True,
+    dir_okay=False,
+    executable=True,
+    path_type=Path,
 )
 rounds_option = click.option(
     "--rounds",
@@ -81,9 +91,86 @@ def main(context: click.Context) -> None:
 )
 @threads_option
 @rounds_option
-def engine(model: Path, dtype: str, quantization: str, threads: int, rounds: int) -> None:
-    """How fast is our engine, beside transformers' generate?"""
-    _answer("engine", model, dtype, quantization, threads, rounds)
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    default=PEERS,
+    show_default="all that are here",
+    type=click.Choice(PEERS),
+    help="Whom to compare with; may be repeated.",
+)
+@click.option(
+    "--prompt",
+    "prompt_tokens",
+    multiple=True,
+    default=(128, 512, 2048),
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Tokens of a prompt whose prefill is measured.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    multiple=True,
+    default=(1, 4, 16, 64),
+    show_default=True,
+    type=click.IntRange(min=1, max=MAX_BATCH),
+    help="Sequences that are decoded at once.",
+)
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    default=(256, 1024),
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Tokens before those that are decoded.",
+)
+@click.option(
+    "--vllm-python",
+    type=program_path,
+    envvar="SPLITSERVE_BENCH_VLLM_PYTHON",
+    show_envvar=True,
+    help="Python of an environment with vLLM.",
+)
+@click.option(
+    "--llama-program",
+    type=program_path,
+    envvar="SPLITSERVE_BENCH_LLAMA_PROGRAM",
+    show_envvar=True,
+    help="What bench/engines/llama.cpp was compiled to.",
+)
+@click.option(
+    "--llama-gguf",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path),
+    envvar="SPLITSERVE_BENCH_LLAMA_GGUF",
+    show_envvar=True,
+    help="The same model for llama.cpp.",
+)
+def engine(
+    model: Path,
+    dtype: str,
+    quantization: str,
+    threads: int,
+    rounds: int,
+    peers: tuple[str, ...],
+    prompt_tokens: tuple[int, ...],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    vllm_python: Path | None,
+    llama_program: Path | None,
+    llama_gguf: Path | None,
+) -> None:
+    """How fast is our engine, beside transformers, vLLM and llama.cpp?"""
+    cases: list[Case] = [
+        *(Prefill(tokens) for tokens in prompt_tokens),
+        *(Decode(batch, context) for context in contexts for batch in batches),
+    ]
+    places = Places(vllm_python, llama_program, llama_gguf)
+    for peer in dict.fromkeys(peers):
+        question = EngineQuestion(model, dtype, quantization, threads, rounds, cases, peer, places)
+        _answer("engine", question)
 
 
 @main.command()

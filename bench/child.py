@@ -6,10 +6,11 @@ It ends when its standard input does: whatever becomes of this process, it leave
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -32,20 +33,29 @@ class Child:
         module: What to run.
         arguments: Its command line.
         threads: Compute threads it may use; None leaves the environment as it is.
+        launcher: What runs it: another Python; empty if it is no module but a program.
     """
 
-    def __init__(self, module: str, *arguments: str, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        threads: int | None = None,
+        launcher: Sequence[str] = (sys.executable, "-m"),
+    ) -> None:
         self._module = module
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the child lives)
         variables = {} if threads is None else dict.fromkeys(_THREAD_VARIABLES, str(threads))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*launcher, module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             cwd=CHECKOUT,
             env=os.environ | variables,
-            start_new_session=True,  # Ctrl-C is for us; we tell it.
+            # Ctrl-C is for us; we tell it. In our session, so that the kernel hangs up on it and
+            # wakes it if we die while it is paused.
+            process_group=0,
         )
 
     def ask(self, **question: Any) -> Any:
@@ -64,19 +74,29 @@ class Child:
             raise ChildError(self._last_words())
         return json.loads(line)
 
+    def pause(self) -> None:
+        """Stops it and all it has started until `resume`: it then computes nothing at all."""
+        self._signal(signal.SIGSTOP)
+        # Only one that has stopped by then is woken if we die.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        """Lets it go on."""
+        self._signal(signal.SIGCONT)
+
     def close(self) -> None:
-        """Ends it, kindly first, and reaps it."""
+        """Ends it and all it has started, kindly first, and reaps it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.resume()
         with suppress(BrokenPipeError):  # It ended with a question unread.
             self._process.stdin.close()
         try:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
         finally:
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
+            self._signal(signal.SIGKILL)
+            self._process.wait()
             self._process.stdout.close()
             self._log.close()
 
@@ -85,6 +105,10 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
         code = self._process.wait()

@@ -12,6 +12,11 @@ READ_BYTES = 512 * 2**20
 
 READS = 5
 
+MATMUL_SIZES = (512, 1024, 2048)
+"""Rows and columns of the products that are measured; which is fastest depends on the caches."""
+
+MATMULS = 5
+
 QUIET_SHARE = 0.03
 """Others' share of the processors up to which figures can be trusted."""
 
@@ -81,6 +86,23 @@ def read_bandwidth(threads: int) -> float:
         seconds.append(time.perf_counter() - begin)
     torch.set_num_threads(before)
     return READ_BYTES / min(seconds)
+
+
+def matmul_rate(dtype: str, threads: int) -> float:
+    """Operations a second of this many threads in torch's matrix product, the best of some."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    rates = []
+    for size in MATMUL_SIZES:
+        left, right = torch.ones(2, size, size, dtype=getattr(torch, dtype))
+        for _ in range(MATMULS):
+            begin = time.perf_counter()
+            torch.mm(left, right)
+            rates.append(2 * size**3 / (time.perf_counter() - begin))
+    torch.set_num_threads(before)
+    return max(rates)
 
 
 def resident_bytes(pid: int) -> int:

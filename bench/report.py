@@ -13,7 +13,7 @@ from bench.machine import QUIET_SHARE, Machine
 from bench.rounds import Rounds
 
 RESULTS_DIR = Path(__file__).parent / "results"
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 140
 """Columns where the output is no terminal: no row is broken."""
 
 
@@ -23,24 +23,26 @@ class Skipped(Exception):  # noqa: N818  (no error)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One line: a case, both sides, and what their ratio is expected to be.
+    """One line: a case, both sides, and what is expected of them.
 
     Attributes:
         case: What was measured.
         unit: Of both sides' figures; larger is better.
         rounds: The figures.
-        expected: Least ratio of ours to the peer's.
+        expected: Least ratio of ours to the peer's; None where nothing is expected.
+        limit: The figure that the hardware allows; None where none is known.
     """
 
     case: str
     unit: str
     rounds: Rounds
-    expected: float
+    expected: float | None
+    limit: float | None = None
 
     @property
-    def met(self) -> bool:
+    def met(self) -> bool | None:
         """Whether the ratio is what it is expected to be."""
-        return self.rounds.ratio >= self.expected
+        return None if self.expected is None else self.rounds.ratio >= self.expected
 
     def as_json(self) -> dict[str, Any]:
         """Everything measured and what follows from it."""
@@ -52,6 +54,7 @@ class Comparison:
             "ratio": self.rounds.ratio,
             "expected_ratio": self.expected,
             "met": self.met,
+            "limit": self.limit,
             "rounds": asdict(self.rounds),
         }
 
@@ -84,26 +87,40 @@ class Comparisons:
 
     def table(self, coloured: bool) -> Table:
         """See `Findings`."""
+        limited = any(one.limit for one in self.cases)
+        limit = ["of limit"] if limited else []
         table = Table(box=None, pad_edge=False)
         table.add_column("")
-        for heading in ("", "splitserve", self.peer, "ratio", "lowest..highest", "expected"):
+        headings = ("", "splitserve", *limit, self.peer, *limit, "ratio", "lowest..highest")
+        for heading in (*headings, "expected"):
             table.add_column(heading, justify="right")
         table.add_column("")
         for one in self.cases:
             ratios = one.rounds.ratios
-            colour = "green" if one.met else "red"
-            met = "met" if one.met else "missed"
             table.add_row(
                 one.case,
                 one.unit,
-                figure(one.rounds.our_median),
-                figure(one.rounds.peer_median),
+                *_figure_and_share(one.rounds.our_median, one.limit, limited),
+                *_figure_and_share(one.rounds.peer_median, one.limit, limited),
                 f"{one.rounds.ratio:.2f}",
                 f"{min(ratios):.2f}..{max(ratios):.2f}",
-                f"{one.expected:.2f}",
-                f"[{colour}]{met}[/]" if coloured else met,
+                "–" if one.expected is None else f"{one.expected:.2f}",
+                _verdict(one.met, coloured),
             )
         return table
+
+
+def _figure_and_share(value: float, limit: float | None, limited: bool) -> list[str]:
+    """A table's cells for one figure; the second only where any line has a limit."""
+    share = f"{value / limit:.0%}" if limit else ""
+    return [figure(value), share] if limited else [figure(value)]
+
+
+def _verdict(met: bool | None, coloured: bool) -> str:
+    if met is None:
+        return ""
+    text, colour = ("met", "green") if met else ("missed", "red")
+    return f"[{colour}]{text}[/]" if coloured else text
 
 
 @dataclass(frozen=True, slots=True)

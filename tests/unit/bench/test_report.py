@@ -31,6 +31,32 @@ def test_a_row_says_both_sides_their_ratio_and_whether_it_was_met(report):
     assert "\x1b" not in stream.getvalue()
 
 
+def test_where_a_limit_is_known_each_figure_says_its_share():
+    cases = [
+        Comparison("one", "tokens/s", Rounds([50.0], [40.0]), None, limit=100.0),
+        Comparison("two", "tokens/s", Rounds([5.0], [4.0]), 1.0),
+    ]
+    findings = Comparisons("peer", cases)
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(findings.table(coloured=False))
+    heading, one, two = stream.getvalue().splitlines()
+    assert heading.count("of limit") == 2
+    assert one.split() == [
+        "one",
+        "tokens/s",
+        "50.0",
+        "50%",
+        "40.0",
+        "40%",
+        "1.25",
+        "1.25..1.25",
+        "–",
+    ]
+    assert two.split() == ["two", "tokens/s", "5.00", "4.00", "1.25", "1.25..1.25", "1.00", "met"]
+    told = findings.as_json()["comparisons"]
+    assert [(case["limit"], case["met"]) for case in told] == [(100.0, None), (None, True)]
+
+
 def test_the_file_holds_what_the_table_says(report, tmp_path):
     told = json.loads(report.write(tmp_path).read_text())
     assert [(one["ratio"], one["met"]) for one in told["comparisons"]] == [

@@ -43,6 +43,10 @@ class Generator:
         settings: Any = transformers.GenerationConfig
         self._model.generation_config = settings(do_sample=False, pad_token_id=0)
 
+    def versions(self) -> dict[str, str]:
+        """Of what is measured."""
+        return {"transformers": transformers.__version__}
+
     def prefill(self, prompt: Sequence[int]) -> float:
         """Seconds from a prompt to its first token."""
         clock = TokenClock()
@@ -86,10 +90,9 @@ async def main(model: str, dtype: str, threads: int) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     generator = Generator(model, dtype)
-    verbs = {verb.__name__: verb for verb in (generator.prefill, generator.hold, generator.decode)}
 
-    async def answer(what: str, **arguments: Any) -> float | None:
-        return verbs[what](**arguments)
+    async def answer(what: str, **arguments: Any) -> Any:
+        return getattr(generator, what)(**arguments)
 
     await serve(answer)
 
